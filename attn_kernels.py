@@ -1,24 +1,25 @@
-"""What the models share: attention by pattern, the KV cache, rotary embeddings, and a loss that never holds all logits.
+"""Code shared by the models: attention patterns, KV cache, rotary embeddings and a chunked loss.
 
-A pattern is a function `sees(q, k)` in the model file. It gets two sets of tokens, `Tokens(pos, stream, doc_start)`,
-whose integer fields broadcast, and returns booleans: does the query q see the key k? The Standard Transformer's is
+An attention pattern is a function `sees(q, k)` in the model file. q and k are `Tokens` with integer
+fields pos, stream and doc_start that broadcast; the result is True where query q attends to key k.
+The standard Transformer's pattern is
 
     def sees(self, q, k):
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
-Everything else is derived from it: the tiles that a CPU visits, FlexAttention's block mask on a GPU, the mask of a
-decoding step, and the number of slots that the cache keeps. Edit the function, and the edit trains and decodes.
+Everything else is derived from it: attention tiles on a CPU, FlexAttention's block mask on a GPU,
+masks for decoding, and the size of the KV cache. An edited pattern both trains and decodes.
 
     patterns        Tokens, document_starts, make_mask, attention
     layers          check_shape, rope_table and rotate, chunked_loss, mask_padding, checkpointed
-    KVCache         what `extend` keeps of the tokens it has read
-    digest          the fingerprint of source code by which fast forms are pinned to the equations
-    Triton          hand-written attention kernels, an option: --attention=triton
+    KVCache         decoding state
+    digest          fingerprint of source code, which pins the code in scans/ to the equations
+    Triton          optional attention kernels: --attention=triton
 
-Two streams, x (stream 0) and rho (stream 1), are one sequence [x | rho]: T vectors of x, then T of rho. Keys and values
-may have fewer heads than queries: with HK of them, query head h reads key head h // (H / HK).
+With two streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T
+of rho. In grouped-query attention, query head h reads key head h // (H / HK).
 
-B batch, T positions, H heads, HK key heads, D head size, n positions of a call, C width, V vocabulary.
+B batch, T positions, H heads, HK key heads, D head size, n tokens of a call, C width, V vocabulary.
 """
 import functools
 import hashlib
@@ -45,23 +46,23 @@ except ImportError:  # no Triton for this platform
     jit = lambda kernel: kernel
 
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
-TILE_ROWS = 128  # query rows of a tile on a CPU, of all streams together
-KEY_BLOCK = 64  # a tile loads keys in ranges of whole blocks
-KEPT_PAIRS = 2 ** 22  # queries x keys up to which the tiles keep their probabilities for the backward pass
-NOWHERE = 2 ** 30  # the position of an empty slot of the cache: later than every query
+TILE_ROWS = 128  # query rows of a CPU tile, over all streams
+KEY_BLOCK = 64  # CPU tiles load keys in whole blocks of this size
+MAX_SAVED_SCORES = 2 ** 22  # queries x keys up to which tiles save probabilities for the backward pass
+EMPTY_SLOT = 2 ** 30  # position of empty cache slots: later than any query
 
 
 def outside_graphs(function):
-    """Decorator: runs the function eagerly inside a compiled model.
+    """Make a function run eagerly inside a compiled model (decorator).
 
-    The same as torch.compiler.disable, which takes a second to import the compiler even if nothing is compiled.
+    Like torch.compiler.disable, which also imports the compiler: a second, even in eager mode.
     """
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-    # code of its own: after some recompilations of one code object, the compiler would no longer see the wrapper
+    # own code object: after too many recompilations of a shared one, the compiler skips the wrapper
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return call
 
@@ -69,16 +70,17 @@ def outside_graphs(function):
 # ---- patterns ----
 
 class Tokens(NamedTuple):
-    """Queries or keys of a pattern: int64 tensors that broadcast against each other."""
+    """Queries or keys of a pattern: integer tensors that broadcast against each other."""
+
     pos: torch.Tensor  # position in the sequence
-    stream: torch.Tensor  # 0; with two streams 0 for x and 1 for rho
-    doc_start: torch.Tensor | int = 0  # queries only: the position of the first token of the query's document
+    stream: torch.Tensor  # 0, or with two streams 0 for x and 1 for rho
+    doc_start: torch.Tensor | int = 0  # queries only: position of the first token of the query's document
 
 
 def document_starts(idx, eos_id):
-    """Return where each token's document starts. idx: (B, T) int64 -> (B, T) int64, or None if eos_id is None.
+    """Return where each token's document starts: (B, T) int64, or None if eos_id is None.
 
-    The eos token belongs to the document that it ends. The window's first token starts a document.
+    idx: (B, T). An eos belongs to the document that it ends. The first token starts a document.
     """
     if eos_id is None:
         return None
@@ -89,23 +91,24 @@ def document_starts(idx, eos_id):
 
 @dataclass
 class Mask:
-    """A pattern in the form that `attention` runs; from `make_mask` or `Run.mask`."""
+    """A pattern prepared for `attention`, made by `make_mask` or `Run.mask`."""
+
     kind: str  # causal, tiles, flex, triton or dense
     data: Any = None
 
 
 @outside_graphs
 def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=None, reaches=None):
-    """Prepare the attention of whole sequences. Make it once per step; all layers share it.
+    """Prepare the attention of whole sequences: once per step, for all layers.
 
     Args:
         sees: the pattern, see the top of the file
         doc_start: (B, T) int64 from `document_starts`, or None for one document
-        keys, queries: their streams, in the order in which they follow each other; queries None: those of the keys
-        reaches: use the Triton kernels; how far back each stream is seen (`triton_attention`)
+        keys, queries: their streams, in order; queries None: the same as keys
+        reaches: if given, use the Triton kernels (see `triton_attention`)
 
-    On a GPU FlexAttention compiles a kernel for each length, so it serves training, and other calls whose length is a
-    multiple of its blocks of 128. Lengths that vary, such as those of prompts, take PyTorch's attention with a mask.
+    On a GPU, FlexAttention compiles a kernel per length, so it is used for training and for lengths
+    that are multiples of its 128 x 128 blocks. Other lengths, as of prompts, use a dense mask.
     """
     queries = queries or keys
     device = torch.device(device)
@@ -124,7 +127,7 @@ def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=Non
 
 
 def _sequence(T, streams, device, doc_start=None):
-    """The tokens of whole sequences, one stream after the other: fields (1 or B, S T), int32 for speed."""
+    """Return the `Tokens` of [x | rho] or of one stream: int32 for speed, (1 or B, S T)."""
     pos = torch.arange(T, device=device, dtype=torch.int32).repeat(1, len(streams))
     stream = torch.tensor([streams], device=device, dtype=torch.int32).repeat_interleave(T, 1)
     start = torch.zeros_like(pos) if doc_start is None else doc_start.int().repeat(1, len(streams))
@@ -132,25 +135,25 @@ def _sequence(T, streams, device, doc_start=None):
 
 
 def _seen(sees, q, k):
-    """Which keys each query sees: (1 or B, n_q, n_k), from tokens whose fields are (1 or B, n)."""
+    """Return the pattern as booleans (1 or B, n_q, n_k), given tokens with fields (1 or B, n)."""
     return sees(Tokens(*(x.unsqueeze(2) for x in q)), Tokens(k.pos.unsqueeze(1), k.stream.unsqueeze(1)))
 
 
 def _whole_mask(sees, T, doc_start, keys, queries, device):
-    """All booleans of a pattern: (1 or B, n_q, n_k)."""
+    """Return the pattern of whole sequences as booleans (1 or B, n_q, n_k)."""
     return _seen(sees, _sequence(T, queries, device, doc_start), _sequence(T, keys, device))
 
 
 def attention(q, k, v, mask):
-    """softmax(q k^T / sqrt(D)) v over the keys that the mask lets each query see.
+    """Return softmax(q k^T / sqrt(D)) v under a mask: (B, n_q, H, D).
 
-    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); mask: from `make_mask` or `Run.mask`. Returns (B, n_q, H, D).
+    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); mask: from `make_mask` or `Run.mask`.
     """
     if mask.kind == 'triton':
         return triton_attention(q, k, v, *mask.data)
     if mask.kind == 'dense':
         return _dense_sdpa(q, k, v, mask.data)
-    if k.shape[2] < q.shape[2]:  # give every query head a key head of its own
+    if k.shape[2] < q.shape[2]:  # repeat key heads, one for each query head
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, n, D)
     if mask.kind == 'tiles':
@@ -163,9 +166,9 @@ def attention(q, k, v, mask):
 
 
 def _dense_sdpa(q, k, v, seen):
-    """PyTorch's attention with a boolean mask (B or 1, n_q, n_k). Runs in the dtype of the keys."""
+    """Run PyTorch's attention with a boolean mask (B or 1, n_q, n_k), in the dtype of the keys."""
     dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[2]
-    # the queries of all heads that share a key head are rows of one product
+    # query heads that share a key head become rows of one product
     q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     seen = seen.repeat(1, group, 1).unsqueeze(1)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), seen)
@@ -175,7 +178,7 @@ def _dense_sdpa(q, k, v, seen):
 # ---- on a GPU: FlexAttention ----
 
 def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None):
-    """FlexAttention's BlockMask of a pattern: which blocks of 128 x 128 to visit, and what is masked inside them."""
+    """Make FlexAttention's BlockMask: the 128 x 128 blocks to visit and the masks inside them."""
     from torch.nn.attention.flex_attention import create_block_mask
     queries = queries or keys
     q_streams, k_streams = (torch.arange(streams[0], streams[-1] + 1, device=device) for streams in (queries, keys))
@@ -187,9 +190,9 @@ def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None):
         return sees(q, Tokens(k_pos, k_streams[k_idx // T]))
 
     on_gpu = torch.device(device).type == 'cuda'
-    create = _compiled(create_block_mask) if on_gpu else create_block_mask  # eager, it holds a boolean for each pair
+    create = _compiled(create_block_mask) if on_gpu else create_block_mask  # eager mode holds all n_q x n_k booleans
     B = None if doc_start is None else len(doc_start)
-    with torch.no_grad():  # else it is compiled once for training and once for evaluation
+    with torch.no_grad():  # otherwise compiled twice, with and without gradients
         return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
 
 
@@ -207,7 +210,7 @@ def _compiled(function):
 # ---- on a CPU: tiles ----
 
 def _tiles(sees, T, doc_start, keys, queries, device):
-    """Yield (query rows, key ranges, bias) of each tile: lists of slices, and 0 or -inf (1 or B, 1, rows, keys)."""
+    """Yield each tile's query rows and key ranges (lists of slices), and its bias of 0 or -inf."""
     q, k = _sequence(T, queries, device, doc_start), _sequence(T, keys, device)
     step = TILE_ROWS // len(queries)
     for a in range(0, T, step):
@@ -219,32 +222,32 @@ def _tiles(sees, T, doc_start, keys, queries, device):
 
 
 def _key_ranges(needed, T):
-    """Return the slices of whole key blocks that hold every needed key. needed: (S T,) booleans of S streams."""
+    """Return slices of whole key blocks that cover all needed keys. needed: (S T,) bool."""
     blocks = F.pad(needed.view(-1, T), (0, -T % KEY_BLOCK)).unflatten(1, (-1, KEY_BLOCK)).any(2)
-    steps = F.pad(blocks.long(), (1, 1)).diff()  # 1 where a range of blocks starts, -1 after its end
+    steps = F.pad(blocks.long(), (1, 1)).diff()  # 1 where a range of blocks starts, -1 where it has ended
     edges = zip((steps == 1).nonzero().tolist(), (steps == -1).nonzero().tolist())
     return [slice(stream * T + start * KEY_BLOCK, stream * T + min(stop * KEY_BLOCK, T))
             for (stream, start), (_, stop) in edges]
 
 
-@outside_graphs  # a compiler would unroll the tiles of all layers, and take minutes
+@outside_graphs  # the compiler would unroll the tiles of all layers and take minutes
 def _tiled_attention(q, k, v, tiles):
     return _TiledAttention.apply(q, k, v, tiles)
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Attention tile by tile. q: (B, H, n_q, D); k, v: (B, H, n_k, D)."""
+    """Attention in tiles, on a CPU. q: (B, H, n_q, D); k, v: (B, H, n_k, D)."""
 
     @staticmethod
     def forward(ctx, q, k, v, tiles):
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (q * q.shape[-1] ** -0.5).contiguous(), k.contiguous(), v.contiguous()
             out, saved = torch.empty_like(q), []
-            keeps = any(ctx.needs_input_grad) and q.shape[2] * k.shape[2] <= KEPT_PAIRS
+            saves = any(ctx.needs_input_grad) and q.shape[2] * k.shape[2] <= MAX_SAVED_SCORES
             for rows, ranges, bias in tiles:
                 p = _probabilities(_take(q, rows), _take(k, ranges), bias)
                 _put(out, rows, p @ _take(v, ranges))
-                if keeps:
+                if saves:
                     saved.append(p)
         ctx.save_for_backward(q, k, v, *saved)
         ctx.tiles = tiles
@@ -253,7 +256,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, *saved = ctx.saved_tensors
-        wide = torch.promote_types(k.dtype, torch.float32)  # many tiles add to each key
+        wide = torch.promote_types(k.dtype, torch.float32)  # sums over many tiles
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for i, (rows, ranges, bias) in enumerate(ctx.tiles):
             q_tile, k_tile, grad_tile = _take(q, rows), _take(k, ranges), _take(grad, rows)
@@ -271,13 +274,13 @@ def _probabilities(q, k, bias):
 
 
 def _take(x, slices):
-    """The slices of positions of x (B, H, n, D), one after the other."""
+    """Concatenate slices of positions of x (B, H, n, D)."""
     parts = [x[:, :, s] for s in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _put(x, slices, part, add=False):
-    """The reverse of `_take`: write `part` into the slices of x, or add it to them."""
+    """Write `part` into the slices of x, or add it to them: the inverse of `_take`."""
     for s, piece in zip(slices, part.split([s.stop - s.start for s in slices], 2)):
         if add:
             x[:, :, s] += piece
@@ -288,9 +291,9 @@ def _put(x, slices, part, add=False):
 # ---- layers ----
 
 def checkpointed(forward):
-    """Decorator of a module's method: recompute it in the backward pass, where self.checkpoints is set.
+    """Apply activation checkpointing to a module's method if self.checkpoints is set (decorator).
 
-    It wraps the method rather than the module, so that FSDP's hooks stay outside.
+    It wraps the method and not the module, to keep FSDP's hooks outside.
     """
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
@@ -300,13 +303,13 @@ def checkpointed(forward):
     return call
 
 
-@outside_graphs  # inside a graph, the angles would be computed again for every element of every layer
+@outside_graphs  # in a compiled graph, every layer would recompute the angles of every element
 def rope_table(positions, head_size, theta, scaling=None):
-    """Return the tables of `rotate`: cos and sin (fp32) of the angles position * theta^(-2j/D), j < D/2.
+    """Return RoPE's fp32 cos and sin of the angles position * theta^(-2j/D), j < D/2.
 
-    positions: (...); results: (..., 1, D), [cos | cos] and [-sin | sin]. scaling: Llama 3's 'factor,low,high,tokens':
-    frequencies with fewer than `low` turns in `tokens` positions are divided by `factor`, those with more than `high`
-    turns are kept, and those between are interpolated.
+    positions: (...). Results: (..., 1, D), [cos | cos] and [-sin | sin], for `rotate`. scaling:
+    Llama 3's 'factor,low,high,tokens'. Frequencies with fewer than `low` turns over `tokens`
+    positions are divided by `factor`; above `high` they are kept, in between interpolated.
     """
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     frequency = 1 / theta ** (j / head_size)
@@ -321,7 +324,7 @@ def rope_table(positions, head_size, theta, scaling=None):
 
 
 def check_shape(config):
-    """Fill in head_size and n_kv_head of a Config where they are None. Raises ValueError for sizes that do not fit."""
+    """Check a Config's sizes, and fill in head_size and n_kv_head if None. Raises ValueError."""
     c = config
     if c.head_size is None and c.n_embd % (2 * c.n_head):
         raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
@@ -337,13 +340,13 @@ def check_shape(config):
 
 
 def n_matrix_weights(module):
-    """Count the weights of all matrices, each of which costs 2 FLOPs a token. An embedding only looks up."""
+    """Count the weights of all matrices but embeddings: each costs 2 FLOPs per token."""
     return sum(p.numel() for part in module.modules() if not isinstance(part, torch.nn.Embedding)
                for p in part.parameters(recurse=False) if p.dim() >= 2)
 
 
 def parse_rope_scaling(text):
-    """Return the four numbers of a scaling for `rope_table`. Raises ValueError."""
+    """Return the four numbers of 'factor,low,high,tokens'. Raises ValueError."""
     try:
         factor, low, high, tokens = map(float, text.split(','))
     except ValueError:
@@ -354,7 +357,7 @@ def parse_rope_scaling(text):
 
 
 def rotate(x, rope):
-    """Rotary position embedding: turn each pair (x_j, x_{j + D/2}) by its angle, the layout of Hugging Face Llama.
+    """Apply rotary position embeddings to the pairs (x_j, x_{j + D/2}), as in Hugging Face's Llama.
 
     x: (..., T, H, D); rope: cos and sin from `rope_table`, which broadcast to (..., T, H, D).
     """
@@ -363,28 +366,28 @@ def rotate(x, rope):
 
 
 def at_least_fp32(x):
-    """x in fp32, or in float64 if it is. The log-sum-exp of bf16 logits would be 0.06 off."""
+    """Cast x to fp32, unless it is float64. A log-sum-exp of bf16 logits would be off by 0.06."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def mask_padding(logits, n_ids):
-    """Set the logits (..., V) of ids from n_ids on, which only pad the vocabulary, to -inf. In place."""
+    """Set the logits (..., V) of padding ids, from n_ids on, to -inf in place."""
     logits[..., n_ids:] = float('-inf')
     return logits
 
 
-@outside_graphs  # a compiler would unroll the chunks and keep their logits
+@outside_graphs  # the compiler would unroll the chunks and keep their logits
 def chunked_loss(fn, rows, params, width, shared=()):
-    """Sum a loss over the rows of its inputs without holding more than a chunk of logits.
+    """Sum a loss over the rows of its inputs, holding the logits of one chunk of rows at a time.
 
     Args:
-        fn: fn(*chunk, *shared) -> (sum, *parts): the loss summed over the chunk's rows, and tensors to log
-        rows: tensors with one entry per position on their first axis: states, targets, weights, masks
-        params: all parameters of the model; those that fn uses get their gradient
-        width: numbers that fn holds per row, such as the vocabulary size; it decides the length of a chunk
-        shared: tensors that every chunk gets whole, such as the vectors that the rows are indices of
+        fn: fn(*chunk, *shared) -> (loss, *parts), each summed over the chunk's rows
+        rows: tensors with one entry per position on their first axis: states, targets, weights, ...
+        params: all parameters of the model, for the gradients of those that fn uses
+        width: values that fn holds per row, such as the vocabulary size; sets the chunk size
+        shared: tensors passed whole to every chunk, such as a table that rows index
 
-    Returns (sum, *parts), summed over the chunks in fp32. The gradients are made in the forward pass, chunk by chunk.
+    Returns (loss, *parts) in fp32. Gradients are computed chunk by chunk, in the forward pass.
     """
     size = max(1, 2 ** 26 // (256 * width)) * 256
     params = [p for p in params if p.requires_grad]
@@ -403,10 +406,10 @@ class _ChunkedLoss(torch.autograd.Function):
         rows, params = tensors[:n_rows], tensors[n_rows + n_shared:]
         shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
         params = [*shared, *params]
-        learns = [x.requires_grad for x in rows]
+        needs_grad = [x.requires_grad for x in rows]
         row_grads, param_grads, sums = [[] for _ in rows], [None] * len(params), []
         for chunk in zip(*(x.split(size) for x in rows)):
-            chunk = [x.detach().requires_grad_(wanted) for x, wanted in zip(chunk, learns)]
+            chunk = [x.detach().requires_grad_(needed) for x, needed in zip(chunk, needs_grad)]
             with torch.enable_grad():
                 total, *parts = fn(*chunk, *shared)
             inputs = [x for x in chunk if x.requires_grad] + params
@@ -430,23 +433,23 @@ class _ChunkedLoss(torch.autograd.Function):
 # ---- the KV cache ----
 
 class KVCache:
-    """Keys and values of up to max_tokens tokens a row, in static shapes, so that a step can be one CUDA graph.
+    """KV cache of up to max_tokens tokens per row. Static shapes, so a step can be a CUDA graph.
 
         for run in cache.runs(tokens, lengths):     usually one run: all new tokens at once
-            mask = run.mask()                       of all layers
+            mask = run.mask()                       shared by all layers
             ... in each layer: k, v = cache.append(layer, k, v); attention(q, k, v, mask)
-        last = cache.end(h)                         the last token's vector of each row
+        last = cache.end(h)                         h of each row's last token
         cache.rollback(n)                           forget the last n tokens
 
-    Each slot knows the position and the stream of the key that it holds; the mask of a run is the model's `sees` of
-    these. How many slots a stream needs is derived from `sees` too: if no query sees further back than r positions,
-    its keys live in a ring of r + piece_len slots, else in max_tokens slots. The second stream is stored backward on
-    the left of the first, so that the filled slots are one range, which is all that a CPU reads:
+    The cache records the position and stream of each slot's key, and builds masks by the model's
+    `sees`. If no query sees a stream further back than r positions, the stream gets a ring buffer
+    of r + piece_len slots, else max_tokens slots. rho is stored right to left, before x: the filled
+    slots are one range, which is all that a CPU reads. Padding is written to a spare slot:
 
-        [ rho of position 2  1  0 | x of position 0  1  2 ...  | spare ]    the spare slot takes the keys of padding
+        [ rho of position 2  1  0 | x of position 0  1  2 ...  | spare ]
 
-    Of the model, the cache reads `sees`, `embed` and, in its config, the sizes, rope_theta and eos_id. max_run is the
-    longest run that has static shapes and can be rolled back; n_streams: 2 for [x | rho]; n_layer: if not the config's.
+    The model provides `sees`, `embed` and a config with sizes, rope_theta and eos_id. max_run: the
+    longest run with static shapes and rollback; n_streams: 2 for [x | rho].
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run=1, device=None, dtype=None, n_streams=1, n_layer=None):
@@ -454,40 +457,40 @@ class KVCache:
         device, dtype = device or weight.device, dtype or weight.dtype
         self.sees, self.head_size, self.max_tokens, self.max_run = sees, c.head_size, max_tokens, max_run
         self.n_streams, self.eos_id = n_streams, c.eos_id
-        self.piece_len = max(max_run, 4)  # shorter pieces would make a long run slow
+        self.piece_len = max(max_run, 4)  # shorter pieces would make long runs slow
         reaches = [_reach(sees, max_tokens, stream, n_streams, device) for stream in range(n_streams)]
         self.sizes = [min(max_tokens, reach + self.piece_len) for reach in reaches]  # slots of each stream
-        self.edge, self.spare = sum(self.sizes[1:]), sum(self.sizes)  # x starts at the edge, rho ends before it
+        self.edge, self.spare = sum(self.sizes[1:]), sum(self.sizes)  # x starts at `edge`, rho ends before it
         shape = (n_layer or c.n_layer, batch_size, c.n_kv_head, self.spare + 1, c.head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.slot_pos = torch.full((batch_size, self.spare + 1), NOWHERE, device=device)
+        self.slot_pos = torch.full((batch_size, self.spare + 1), EMPTY_SLOT, device=device)
         self.slot_stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
-        self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # the last call's last h
-        self.last = torch.full((batch_size,), -1, device=device)  # where in `hidden` a row's last token is; -1: nowhere
+        self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # last h of the last call
+        self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta, c.rope_scaling)
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
-        self.run = None  # the run being read
-        self.drafted = 0  # tokens of the draft since the last call or rollback, in models that draft
+        self.run = None  # the current run
+        self.drafted = 0  # tokens drafted since the last call or rollback
 
     @property
     def nbytes(self):
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(x.nbytes for x in (*vars(self).values(), *self.rope) if isinstance(x, torch.Tensor))
 
     def runs(self, tokens, lengths=None, piece_len=None):
-        """Yield the new tokens as `Run`s. tokens: (B, n), right-padded to lengths (B,) >= 1 if given.
+        """Yield new tokens (B, n) as `Run`s. lengths: (B,) tokens per right-padded row, each >= 1.
 
-        All tokens are one run if n <= max_run or the cache is empty. A longer call on a filled cache with a ring goes
-        in pieces for which the ring has room; piece_len asks for shorter ones.
+        There is one run if n <= max_run or the cache is empty. Longer calls on a cache with a ring
+        buffer are split into pieces that fit in it. piece_len sets a shorter length.
 
-        Raises ValueError if a row has no room left. On a GPU, where looking at the lengths would mean waiting, runs of
-        n <= max_run are not checked.
+        Raises ValueError if a row is full. Runs of n <= max_run are not checked on a GPU, because
+        reading the lengths would need a sync.
         """
         n = tokens.shape[1]
-        self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths  # in this call
+        self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths  # new tokens in this call
         is_long = n > self.max_run
         if is_long or tokens.device.type == 'cpu':
             longest = int((self.lengths + self.n_new).max())
@@ -504,27 +507,24 @@ class KVCache:
             self.lengths += self.run.n_new
 
     def _slots(self, positions, end):
-        """The slots (B, S n) for keys at positions (B, n). Positions from `end` (B, 1) on are padding."""
+        """Return slots (B, S n) for positions (B, n); positions >= end (B, 1) are padding."""
         slots = []
         for stream, size in enumerate(self.sizes):
             slot = self.edge - 1 - positions % size if stream else self.edge + positions % size
-            # only the last `size` tokens have a slot of their own
+            # only the last `size` tokens get a slot
             slots.append(torch.where((positions < end) & (positions >= end - size), slot, self.spare))
         return torch.cat(slots, 1)
 
-    def filled(self, n_streams, end):
-        """The range of slots that may hold keys of the first n_streams streams, once `end` positions have been written.
-
-        end: int, or None if that is not known on the host.
-        """
+    def used_slots(self, n_streams, end):
+        """Return the slots in use after `end` positions (None: all slots), as a slice."""
         x, *rho = (size if end is None else min(size, end) for size in self.sizes[:n_streams])
         return slice(self.edge - sum(rho), self.edge + x)
 
     def append(self, layer, k, v):
-        """Store a run's keys and values, and return those to attend to. k, v: (B, S n, HK, D), S streams.
+        """Store a run's k and v (B, S n, HK, D), S streams, and return all that it attends to.
 
-        May be repeated for the same run. In a prefill the run attends to itself alone; otherwise the results are views
-        of the slots that `Run.mask` describes.
+        These are the run itself in a prefill, otherwise views of the slots covered by `Run.mask`.
+        Calling it again for the same run overwrites the run's entries.
         """
         run = self.run
         k_cache, v_cache = self.k[layer], self.v[layer]
@@ -533,18 +533,18 @@ class KVCache:
         v_cache[self.batch_idx, :, slots] = v.to(v_cache.dtype)
         if run.is_prefill:
             return k, v
-        filled = self.filled(k.shape[1] // run.tokens.shape[1], run.end)
-        return k_cache[:, :, filled].transpose(1, 2), v_cache[:, :, filled].transpose(1, 2)
+        used = self.used_slots(k.shape[1] // run.tokens.shape[1], run.end)
+        return k_cache[:, :, used].transpose(1, 2), v_cache[:, :, used].transpose(1, 2)
 
     def tail(self, n):
-        """Which of the last call's n tokens are each row's last max_run: indices (B, min(n, max_run))."""
+        """Return indices (B, min(n, max_run)) of each row's last tokens among the call's n."""
         offsets = torch.arange(min(n, self.max_run), device=self.lengths.device)
         return (self.n_new[:, None] - self.max_run).clamp(min=0) + offsets
 
     def end(self, h):
-        """Finish a call: keep h (B, n, C), what the head multiplies, of the last tokens.
+        """Finish a call: store the last tokens' h (B, n, C), the head's inputs.
 
-        Returns the vector of each row's last token (B, C).
+        Returns h of each row's last token (B, C).
         """
         tail_idx = self.tail(h.shape[1])
         tail = h[self.batch_idx, tail_idx]
@@ -554,18 +554,18 @@ class KVCache:
         return tail[self.batch_idx[:, 0], self.last]
 
     def rollback(self, n):
-        """Forget the last n tokens of the last call: n an int, or (B,) int64 with one count per row."""
+        """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
         self.lengths -= n
         self.last -= n
         self.drafted = 0
 
 
 def _reach(sees, n, stream, n_streams, device):
-    """The greatest distance at which a query sees a key of this stream, within a document of n positions."""
+    """Return the longest distance from a query to a key of this stream, over n positions."""
     device = 'cpu' if torch.device(device).type == 'meta' else device
     key, queries = (_sequence(n, streams, device) for streams in ([stream], [*range(n_streams)]))
     step, reach = max(1, 2 ** 22 // n), 0
-    for b in range(n, 0, -step):  # from the end, where the greatest distances are
+    for b in range(n, 0, -step):  # from the end, where distances are longest
         if reach < b - 1:
             q = Tokens(*(x.unflatten(1, (n_streams, n))[..., max(0, b - step):b].flatten(1) for x in queries))
             seen = _seen(sees, q, key)[0]
@@ -575,10 +575,10 @@ def _reach(sees, n, stream, n_streams, device):
 
 
 class Run:
-    """New tokens of a call and where they stand in a cache; from `KVCache.runs`.
+    """New tokens of a call and their place in the cache; from `KVCache.runs`.
 
-    tokens: (B, n); positions: (B, n) int64, all of padding at the row's new end; doc_start: (B, n); rope: cos and sin
-    of [x | rho]; is_prefill: a long run on an empty cache, whose tokens see only each other.
+    tokens, doc_start: (B, n); positions: (B, n) int64, padding is at the position after the row's
+    end; rope: cos and sin of [x | rho]; is_prefill: True for a long run on an empty cache.
     """
 
     def __init__(self, cache, tokens, n_new, is_prefill):
@@ -590,11 +590,11 @@ class Run:
         self.doc_start = self._document_starts()
         self.slots = cache._slots(self.positions, end)
         pos = self.positions.repeat(1, cache.n_streams)
-        cache.slot_pos[cache.batch_idx, self.slots] = torch.where(self.slots < cache.spare, pos, NOWHERE)
+        cache.slot_pos[cache.batch_idx, self.slots] = torch.where(self.slots < cache.spare, pos, EMPTY_SLOT)
         self.rope = tuple(table[pos] for table in cache.rope)
 
     def _document_starts(self):
-        """Where each token's document starts (B, n); the cache learns it for the position after each of them."""
+        """Return where each token's document starts (B, n), and update the cache's doc_start."""
         cache, positions = self.cache, self.positions
         if cache.eos_id is None:
             return torch.zeros_like(positions)
@@ -606,7 +606,7 @@ class Run:
         return doc_start
 
     def mask(self, keys=(0,), queries=None):
-        """The mask of the run's queries over what `KVCache.append` returns for keys of these streams."""
+        """Return the mask of the run's queries over the keys that `KVCache.append` returns."""
         cache, n, queries = self.cache, self.tokens.shape[1], queries or keys
         if self.is_prefill:
             doc_start = None if cache.eos_id is None else self.doc_start
@@ -615,15 +615,15 @@ class Run:
             return Mask('dense', _whole_mask(cache.sees, n, doc_start, keys, queries, self.tokens.device))
         stream = torch.cat([torch.full_like(self.positions, stream) for stream in queries], 1)
         q = Tokens(self.positions.repeat(1, len(queries)), stream, self.doc_start.repeat(1, len(queries)))
-        filled = cache.filled(len(keys), self.end)
-        k = Tokens(cache.slot_pos[:, filled], cache.slot_stream[:, filled])
+        used = cache.used_slots(len(keys), self.end)
+        k = Tokens(cache.slot_pos[:, used], cache.slot_stream[:, used])
         return Mask('dense', _seen(cache.sees, q, k))
 
 
-# ---- pins ----
+# ---- digests ----
 
 def digest(*objects):
-    """Return a fingerprint of the source code of classes and functions, without comments, docstrings and layout."""
+    """Return a fingerprint of source code, which ignores comments, docstrings and layout."""
     return hashlib.sha256('\n'.join(map(_code, objects)).encode()).hexdigest()[:16]
 
 
@@ -640,24 +640,26 @@ def _code(x):
 
 # ---- Triton kernels (attention='triton') ----
 #
-# These kernels implement the patterns in TRITON_SEES, for queries and keys of one or two streams. Each stream of keys
-# has its own reach into the past. Of each stream, a query sees one unbroken range of keys:
+# These kernels implement the patterns in TRITON_SEES, for one or two streams. Each stream of keys
+# has its own reach, and a query sees one contiguous range of its keys:
 #
-#     max(doc_start, q.pos - reach) <= k.pos <= q.pos - strict      strict: 1 for rho keys and x queries, 0 otherwise
+#     max(doc_start, q.pos - reach) <= k.pos <= q.pos - strict    strict: 1 for x seeing rho, else 0
 #
-# A program computes one tile of queries at positions i..j, of one stream and one head. It walks each stream's keys in
-# tiles, from the first key of i to the last of j. Between the first key of j and the last of i, no mask is needed:
+# A program computes one tile of queries, positions i..j of one stream and head. It loops over tiles
+# of keys, from the first key of i to the last of j. All queries see the keys between the first of j
+# and the last of i, so tiles there need no mask:
 #
-#     first of i  |  left: masked tiles  |  first of j:  full tiles  |  last of i:  right: masked tiles  |  last of j
+#     first of i | left: masked | first of j: full tiles | last of i: right: masked | last of j
 #
-# For the gradients of keys and values the roles are swapped: a program owns a tile of keys and walks the queries that
-# see them. No two programs add to the same number: results are deterministic.
+# For dk and dv the roles are swapped: a program owns a tile of keys and loops over queries. No two
+# programs add to the same element, so results are deterministic.
 #
-# q, out: (B, NQ * T, H, D), k, v: (B, NK * T, HK, D), contiguous; lse, delta: (B, H, NQ * T) in fp32. NQ, NK: number of
-# streams. FIRST: stream of the first queries. GROUP: query heads per key head. Offsets across B or T are 64-bit.
+# q, out: (B, NQ * T, H, D); k, v: (B, NK * T, HK, D), contiguous. lse, delta: (B, H, NQ * T), fp32.
+# NQ, NK: number of streams. FIRST: first query stream. GROUP: query heads per key head. Offsets
+# across B and T are 64-bit.
 
 TRITON_SEES = ('3e382cfc3b4eff13', '8b701bc9aab89c39')  # digests of `sees` in model_standard.py and model_sps.py
-TRITON_TILES = {  # (head size, bits): {result: (queries per tile, keys per tile, warps, stages)}; no spills on an H100
+TRITON_TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a tile}; no spills on an H100
     (32, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
     (64, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
     (128, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 2), 'dk, dv': (32, 128, 8, 2)},
@@ -668,7 +670,7 @@ TRITON_TILES = {  # (head size, bits): {result: (queries per tile, keys per tile
 
 
 def check_triton(sees, head_size, device):
-    """Raise ValueError unless the Triton kernels implement this pattern and head size, and run on this device."""
+    """Raise ValueError unless the Triton kernels support this pattern, head size and device."""
     if triton is None or device.type == 'cpu' and not KERNELS_ON_CPU:
         raise ValueError('attention = triton needs a GPU and the package triton: use --attention=auto')
     if head_size not in (32, 64, 128):
@@ -680,13 +682,13 @@ def check_triton(sees, head_size, device):
 
 @jit
 def _sees(q_pos, doc_start, k_pos, strict, reach):
-    """The pattern (SPS paper, eq. 5), elementwise."""
+    """Return the pattern (SPS paper, eq. 5), elementwise."""
     return (k_pos <= q_pos - strict) & (k_pos >= tl.maximum(doc_start, q_pos - reach))
 
 
 @jit
 def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
-    """Cover lo..hi with tiles; those in full_lo..full_hi are full. Returns lo and the counts (left, full, right)."""
+    """Cover lo..hi with tiles, full ones in full_lo..full_hi: (lo, n_left, n_full, n_right)."""
     left = tl.cdiv(tl.maximum(tl.minimum(full_lo, hi) - lo, 0), BLOCK)
     full = tl.maximum(full_hi - lo - left * BLOCK, 0) // BLOCK
     right = tl.cdiv(tl.maximum(hi - lo - (left + full) * BLOCK, 0), BLOCK)
@@ -695,10 +697,10 @@ def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
 
 @jit
 def _walk_keys(i, j, doc_start, strict, reach, BLOCK: constexpr):
-    """The walk of queries i..j over one stream of keys. doc_start points to this row of the batch."""
+    """Return the key tiles of queries i..j in one stream. doc_start points to this batch row."""
     first_of_i = tl.maximum(tl.load(doc_start + i).to(tl.int32), i - reach)
     first_of_j = tl.maximum(tl.load(doc_start + j).to(tl.int32), j - reach)
-    end = tl.where(strict > reach, first_of_i, j + 1 - strict)  # x sees no rho at all if their reach is 0
+    end = tl.where(strict > reach, first_of_i, j + 1 - strict)  # x sees no rho if its reach is 0
     return _walk(first_of_i, first_of_j, i + 1 - strict, end, BLOCK)
 
 
@@ -709,26 +711,26 @@ def _tile_count(walk, FULL: constexpr):
 
 @jit
 def _tile_start(walk, i, FULL: constexpr, BLOCK: constexpr):
-    """First position of the i-th full or masked tile of a walk."""
+    """Return the first position of the i-th full or masked tile of a walk."""
     lo, left, full, _ = walk
     return lo + (i + (left if FULL else tl.where(i < left, 0, full))) * BLOCK
 
 
 @jit
 def _head(b, stream, h, n_streams, T, H, D):
-    """Offset of a head at position 0 of a stream, in a tensor (B, n_streams * T, H, D). b is 64-bit."""
+    """Return the offset of a head's position 0 in (B, n_streams * T, H, D). b is 64-bit."""
     return ((b * n_streams + stream) * T * H + h) * D
 
 
 @jit
 def _pointers(x, start, H, D: constexpr, BLOCK: constexpr):
-    """Pointers (BLOCK, D) to positions start..start + BLOCK of a head. x points to its position 0."""
+    """Return pointers (BLOCK, D) to positions start..start + BLOCK of the head at x."""
     return x + tl.cast(start, tl.int64) * H * D + tl.arange(0, BLOCK)[:, None] * H * D + tl.arange(0, D)[None, :]
 
 
 @jit
 def _load(x, start, T, H, D: constexpr, BLOCK: constexpr, FULL: constexpr):
-    """Load positions start..start + BLOCK of a head: (BLOCK, D). Unless FULL, positions from T on become zeros."""
+    """Load (BLOCK, D) at positions start..start + BLOCK; unless FULL, zeros from position T on."""
     if FULL:
         return tl.load(_pointers(x, start, H, D, BLOCK))
     return tl.load(_pointers(x, start, H, D, BLOCK), mask=(start + tl.arange(0, BLOCK) < T)[:, None], other=0.0)
@@ -736,7 +738,7 @@ def _load(x, start, T, H, D: constexpr, BLOCK: constexpr, FULL: constexpr):
 
 @jit
 def _load_scalars(x, pos, T, other, FULL: constexpr):
-    """Load one number for each position. Unless FULL, positions from T on become `other`."""
+    """Load one value per position; unless FULL, `other` from position T on."""
     return tl.load(x + pos) if FULL else tl.load(x + pos, mask=pos < T, other=other)
 
 
@@ -748,16 +750,16 @@ def _store(x, start, T, H, tile, D: constexpr, BLOCK: constexpr):
 
 @jit
 def _query_tile(T, H, NQ: constexpr, BLOCK: constexpr):
-    """Tile of queries of this program: row of the batch, head, index of the stream, first and last position."""
+    """Return this program's batch row, head, stream index, first and last query position."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last positions have the longest walks: start them first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # start with the last positions: they see the most keys
     first = tile // NQ * BLOCK
     return b, h, tile % NQ, first, tl.minimum(first + BLOCK, T) - 1
 
 
 @jit
 def _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K: constexpr, FULL: constexpr):
-    """Unscaled scores of a tile (queries, keys): -inf where the query does not see the key."""
+    """Return unscaled scores (queries, keys), -inf where the query does not see the key."""
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision='ieee')
     if not FULL:
         k_pos = n + tl.arange(0, BLOCK_K)
@@ -769,7 +771,7 @@ def _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K: constexpr, 
 @jit
 def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scale, GROUP: constexpr, NQ: constexpr,
                     NK: constexpr, FIRST: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr):
-    """out, and lse: the log-sum-exp of each query's scores, in base 2."""
+    """Compute out, and lse: the log-sum-exp of each query's scores, in base 2."""
     b, h, part, first, last = _query_tile(T, H, NQ, BLOCK_Q)
     HK, doc_start, scale = H // GROUP, doc_start + b * T, scale * 1.4426950408889634  # log2(e): softmax in base 2
     q_pos = first + tl.arange(0, BLOCK_Q)
@@ -777,7 +779,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
     head = _head(b, part, h, NQ, T, H, D)
     q_tile = _load(q + head, first, T, H, D, BLOCK_Q, False)
 
-    m = tl.full((BLOCK_Q,), -1e30, tl.float32)  # running maximum: finite, since a query may see nothing of a tile
+    m = tl.full((BLOCK_Q,), -1e30, tl.float32)  # running maximum; finite because a query may see no key of a tile
     l = tl.zeros((BLOCK_Q,), tl.float32)  # running sum
     acc = tl.zeros((BLOCK_Q, D), tl.float32)
     for k_stream in tl.static_range(NK):
@@ -805,7 +807,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
 def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_x, reach_rho, T, H, scale,
                            GROUP: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
                            BLOCK_Q: constexpr, BLOCK_K: constexpr):
-    """dq, and delta = (out * grad).sum(-1), which `_key_gradient_kernel` needs too."""
+    """Compute dq, and delta = (out * grad).sum(-1) for `_key_gradient_kernel`."""
     b, h, part, first, last = _query_tile(T, H, NQ, BLOCK_Q)
     HK, doc_start = H // GROUP, doc_start + b * T
     q_pos = first + tl.arange(0, BLOCK_Q)
@@ -842,7 +844,7 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
 def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, reach_x, reach_rho, T, H, scale,
                          GROUP: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
                          BLOCK_Q: constexpr, BLOCK_K: constexpr):
-    """dk and dv of a tile of keys, summed over the query heads that read this key head and the streams of queries.
+    """Compute dk and dv of a tile of keys, summed over its query heads and query streams.
 
     doc_end[b, t]: the first position whose document starts after t.
     """
@@ -852,7 +854,7 @@ def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, 
     last = tl.minimum(first + BLOCK_K, T) - 1
     doc_start, doc_end = doc_start + b * T, doc_end + b * T
     reach = tl.where(k_stream == 0, reach_x, reach_rho)
-    end_of_first = tl.minimum(tl.load(doc_end + first).to(tl.int32), first + reach + 1)  # of the queries that see it
+    end_of_first = tl.minimum(tl.load(doc_end + first).to(tl.int32), first + reach + 1)  # queries before it see `first`
     end_of_last = tl.minimum(tl.load(doc_end + last).to(tl.int32), last + reach + 1)
     k_pos = first + tl.arange(0, BLOCK_K)
     k_head = _head(b, k_stream, h, NK, T, HK, D)
@@ -890,9 +892,9 @@ def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, 
 
 
 def _launch(kernel, result, tensors, pattern):
-    """Run a kernel over all heads and tiles, of keys for 'dk, dv' and otherwise of queries.
+    """Launch a kernel over all heads and tiles: tiles of keys for 'dk, dv', otherwise of queries.
 
-    pattern: reach of x keys, reach of rho keys, stream of the first queries.
+    pattern: reach of x keys, reach of rho keys, first query stream.
     """
     q, k, _, doc_start, *_ = tensors
     (B, _, H, D), HK, T, (reach_x, reach_rho, first) = q.shape, k.shape[2], doc_start.shape[1], pattern
@@ -939,7 +941,7 @@ def _call_backward(ctx, grad, _):
     return *_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.pattern), None, None
 
 
-_NAMESPACE = __name__.replace('.', '_')  # a copy of this file, in an exported folder say, has operators of its own
+_NAMESPACE = __name__.replace('.', '_')  # separate operators for copies of this file, as in exported folders
 _forward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention', _forward, mutates_args=())
 _backward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention_backward', _backward, mutates_args=())
 _forward_op.register_fake(_empty_outputs)
@@ -948,14 +950,14 @@ _forward_op.register_autograd(_call_backward, setup_context=_save_for_backward)
 
 
 def triton_attention(q, k, v, doc_start, reaches, T, first=0):
-    """Attention by the Triton kernels, for the patterns in TRITON_SEES.
+    """Compute attention with the Triton kernels, for the patterns in TRITON_SEES.
 
     Args:
         q: (B, NQ * T, H, D) in fp32, fp16 or bf16, D = 32, 64 or 128
         k, v: (B, NK * T, HK, D)
         doc_start: (B, T) int64 from `document_starts`, or None for one document
-        reaches: for each stream of keys, how many positions of the past a query sees; 2**30 for all
-        first: stream of the first queries, 0 for x, 1 for rho
+        reaches: for each key stream, the number of past positions that a query sees; 2**30 for all
+        first: the first query stream, 0 for x, 1 for rho
 
     Returns (B, NQ * T, H, D).
     """

@@ -1,16 +1,15 @@
 """Evaluate trained runs: validation loss, other corpora, and zero-shot tasks through lm-eval.
 
-    python eval.py RUN [RUN ...] --val                         on the runs' own validation data, or on --data=FOLDER
+    python eval.py RUN [RUN ...] --val                         loss on validation data, or --data
     python eval.py RUN --corpus=wikitext,c4,books3,govreport   nats per word and bits per byte
     python eval.py RUN --tasks=arc_easy,lambada_openai         zero-shot accuracy
-    python eval.py RUN --paper=sps                             the tasks and averages of a paper: sps, nextlat or gpn
+    python eval.py RUN --paper=sps                             tasks and averages of a paper
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
 
-Several runs are shown side by side, each with the step of its newest checkpoint. Each run folder gets a line in
-eval.jsonl. With --data_dir, tasks and corpora are read from local benchmark files (common/benchmarks.py lists them) and
-nothing is downloaded.
-
-Corpora are scored by rolling likelihood, as in the SPS paper (docs/evaluation.md).
+Evaluates the newest checkpoint of each run folder RUN, adds a line to its eval.jsonl, and prints
+the runs side by side. With --data_dir, tasks and corpora come from local files
+(common/benchmarks.py) and nothing is downloaded. Corpora are scored by rolling likelihood, as in
+the SPS paper (docs/evaluation.md).
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -30,8 +29,8 @@ from typing import Literal
 import torch
 
 from common.benchmarks import local_records
-from common.files import UserError, friendly_errors, naming
-from common.machine import Device, DType, decoding_dtype, join_processes, own_device, pick_dtype
+from common.files import UserError, add_path_to_errors, friendly_errors
+from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
 from common.parallel import rank
 from common.runs import load_run, run_data
 from common.scoring import Scorer
@@ -40,7 +39,7 @@ from common.validation import perplexity, validation_loss
 from data.tokenizers import Tokenizer, load_tokenizer
 
 CORPORA = ('wikitext', 'c4', 'books3', 'govreport')
-PAPERS = {  # paper: (tasks with the metric it reports, corpora)
+PAPERS = {  # paper: ({task: metric the paper reports}, corpora)
     'sps': ({'arc_easy': 'acc_norm', 'hellaswag': 'acc_norm', 'piqa': 'acc_norm', 'sciq': 'acc_norm',
              'lambada_openai': 'acc'}, CORPORA),
     'nextlat': ({'wikitext': 'word_perplexity', 'lambada_standard': 'acc', 'piqa': 'acc', 'hellaswag': 'acc_norm',
@@ -52,19 +51,19 @@ PAPERS = {  # paper: (tasks with the metric it reports, corpora)
 
 @dataclass
 class Settings:
-    val: bool = False  # validation loss on the run's own data, or on `data`
-    data: str | None = None  # data folder for --val; None: the run's
-    val_tokens: int | None = None  # tokens of --val, in the windows that training uses; None: all
-    corpus: str = ''  # corpora, separated by commas
-    tasks: str = ''  # lm-eval tasks, separated by commas
-    paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # that paper's tasks and corpora
+    val: bool = False  # validation loss on the run's own validation data, or on `data`
+    data: str | None = None  # data folder for --val; None: the run's own data
+    val_tokens: int | None = None  # tokens for --val, in the same windows as in training; None: all
+    corpus: str = ''  # comma-separated corpora: wikitext, c4, books3, govreport
+    tasks: str = ''  # comma-separated lm-eval tasks
+    paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # run the tasks and corpora of this paper
     data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
-    bos: bool | None = None  # start the texts of tasks and corpora with bos; None: as in the run's training data
-    limit: int | None = None  # documents of each task or corpus; None: all
-    batch_tokens: int = 16384  # tokens of a batch, padding included
-    max_length: int | None = None  # most tokens that the model reads; None: the block_size of its training
-    device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
-    dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
+    bos: bool | None = None  # start texts of tasks and corpora with bos; None: if the training data has bos
+    limit: int | None = None  # number of documents per task or corpus; None: all
+    batch_tokens: int = 16384  # tokens per batch, including padding
+    max_length: int | None = None  # maximum context in tokens; None: the run's block_size
+    device: Device = 'auto'  # auto: cuda if available, else cpu
+    dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
         at_least_1 = dict.fromkeys(('val_tokens', 'limit', 'batch_tokens'), (1, inf))
@@ -74,8 +73,9 @@ class Settings:
 def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> dict[str, float]:
     """Return LAMBADA's metrics as in the GPN paper, over the sub-words of the last word.
 
-    acc: how often the first of them is the likeliest. The paper's perplexity is exp of a mean over sub-words, and it
-    does not say which one. perplexity_of_examples weights all examples equally; perplexity_pooled all sub-words.
+    acc: how often the first sub-word is the argmax. The paper's perplexity is exp of a mean over
+    sub-words, but it does not say which: perplexity_of_examples weights all examples equally,
+    perplexity_pooled all sub-words.
     """
     if s.data_dir is None:
         import datasets
@@ -99,9 +99,9 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
 
 @torch.inference_mode()
 def validation(model, record: dict, s: Settings) -> dict[str, float]:
-    """Return nats per token, perplexity and bits per byte, or a task's scores, on the run's validation data or --data.
+    """Return the metrics of --val: loss, perplexity and bits per byte, or a task's scores.
 
-    On a CPU, matrix products are in bf16 where training has them in bf16, so the loss is that of the run's log.
+    On a CPU, matrix products use bf16 if the run was trained with it, so the loss matches its log.
     """
     data = run_data(record, s.data)
     is_task, device = hasattr(data, 'score'), next(model.parameters()).device
@@ -116,18 +116,18 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
     nats = parts.pop('nll')
     parts.pop('loss', None)
     values = {'nats_per_token': nats, 'perplexity': perplexity(nats), **parts}
-    if is_task:  # exact, on all its held-out rows
+    if is_task:  # exact scores on all held-out rows
         values |= data.score(model, device, batch_size)
     else:
         info = data.splits['val']
-        n_eos = 0 if model.config.eos_id is None else info['documents']  # what follows eos does not count
+        n_eos = 0 if model.config.eos_id is None else info['documents']  # tokens after eos are not counted
         values['bits_per_byte'] = nats / math.log(2) * (info['tokens'] - n_eos) / info['bytes']
     return values | {'tokens': n_counted}
 
 
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
-    """Load a run. Returns its Scorer, its tokenizer and its config.json."""
-    device = own_device(s.device)
+    """Load a run. Returns its Scorer, tokenizer and config.json."""
+    device = local_device(s.device)
     model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type))
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
@@ -135,18 +135,18 @@ def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
 
 
 def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
-    """Evaluate one run. Returns its line for eval.jsonl; 'results' is {task: {metric: value}}."""
+    """Evaluate one run. Returns a record for eval.jsonl; 'results' is {task: {metric: value}}."""
     scorer, tokenizer, record = load_scorer(folder, s)
     model, results, versions = scorer.model, {}, {'torch': torch.__version__}
     if s.val:
         results['val'] = validation(model, record, s)
     if 'lambada_first_token' in tasks:
         results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
-    of_lm_eval = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
-    if of_lm_eval:
+    lm_eval_tasks = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
+    if lm_eval_tasks:
         from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
-        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), of_lm_eval, s.data_dir,
-                                          s.limit))
+        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), lm_eval_tasks,
+                                          s.data_dir, s.limit))
         versions['lm_eval'] = importlib.metadata.version('lm_eval')
     for corpus in corpora:
         results[corpus]['nats_per_word'] = math.log(results[corpus]['word_perplexity'])
@@ -156,9 +156,9 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
         if corpora:
             results['average']['nats_per_word'] = statistics.fmean(results[name]['nats_per_word'] for name in corpora)
     if scorer.truncated and rank() == 0:
-        print(f'{folder}: {scorer.truncated} contexts were longer than {scorer.max_length} tokens and lost their '
-              'start', file=sys.stderr)
-    planned = record['settings']  # of a whole run; an imported one has no max_tokens
+        print(f'{folder}: the start of {scorer.truncated} contexts longer than {scorer.max_length} tokens was '
+              'cut off', file=sys.stderr)
+    planned = record['settings']  # an imported run has no max_tokens
     of_steps = math.ceil(planned.get('max_tokens', 0) / (planned.get('batch_size', 1) * planned['block_size'])) or None
     return {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'step': record['step'],
             'of_steps': of_steps, 'dtype': str(next(model.parameters()).dtype)[6:],
@@ -166,10 +166,10 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
 
 
 def append_line(folder, line: dict) -> None:
-    """Append a line to eval.jsonl. Numbers that are not finite become null."""
+    """Append a line to eval.jsonl. Non-finite numbers become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with naming(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
+    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 
@@ -184,10 +184,10 @@ def print_table(columns: dict[str, dict[str, float]]) -> None:
 
 
 def chosen(s: Settings) -> tuple[list[str], list[str]]:
-    """Return the tasks and corpora that the settings ask for; UserError for an unknown one or for nothing to do."""
-    metrics, of_paper = PAPERS.get(s.paper, ({}, ()))
+    """Return (tasks, corpora) to evaluate. UserError for an unknown corpus or nothing to do."""
+    metrics, paper_corpora = PAPERS.get(s.paper, ({}, ()))
     tasks, corpora = ([name.strip() for name in text.split(',') if name.strip()] for text in (s.tasks, s.corpus))
-    tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*of_paper, *corpora]))
+    tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*paper_corpora, *corpora]))
     if unknown := [corpus for corpus in corpora if corpus not in CORPORA]:
         raise UserError(f'unknown corpus {unknown[0]!r}: expected {", ".join(CORPORA)}')
     if not (s.val or tasks or corpora):
@@ -199,9 +199,9 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, runs, _ = load_settings(Settings, argv)
         if not runs:
-            raise UserError('which run? python eval.py RUN_FOLDER --val')
+            raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
-        join_processes('gloo')
+        init_distributed('gloo')
         columns = {}
         for run in runs:
             line = evaluate(run, s, tasks, corpora)
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
             if rank() == 0:
                 of_steps = f' of {line["of_steps"]:,}' if line['of_steps'] else ''
                 print_table({run: columns[run]})
-                print(f'by the checkpoint of step {line["step"]:,}{of_steps}')
+                print(f'checkpoint of step {line["step"]:,}{of_steps}')
                 append_line(run, line)
         if rank() == 0 and len(runs) > 1:
             print_table(columns)

@@ -1,28 +1,29 @@
-"""The Context-Ready Transformer ("The Context-Ready Transformer", arXiv 2606.27538) and its baselines.
+"""The Context-Ready Transformer (arXiv 2606.27538) and its baselines.
 
-A token does not enter the blocks as a raw embedding. A small network first adds a correction, computed from the token's
-embedding and from the block output of the position before, which already holds the context:
+Token embeddings enter a standard Transformer without any context. Here a small network first adds a
+correction, computed from the embedding and the previous position's block output, which already
+encodes the context. The blocks themselves are unchanged.
 
-    correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `Model.correct`; network and LN are one FFN, `correction`
+    correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `Model.correct`; LN is in `correction`
     x~_t = e_t + correction_t                         eq. 2  `Model.step`
-    z_t = blocks(x~_t; keys and values of the past)   eq. 3  `Model.step`; `Block.forward` is a layer
-    logits_t = W_head LN_f(z_t)                       eq. 4  `Model.head_input`, then `_logits`
+    z_t = blocks(x~_t; keys and values of the past)   eq. 3  `Model.step`, `Block.forward`
+    logits_t = W_head LN_f(z_t)                       eq. 4  `Model.head_input`, `Model._logits`
 
-There are two ways through a sequence, and the second converges to the first (theorem 2):
+There are two ways to compute a sequence; the second converges to the first (theorem 2):
 
-    streaming   left to right, one step per token, since z_{t-1} is known when token t comes: a recurrent network
-                (Algorithm 1). `extend` decodes this way; with bptt, training does too (`loop`)
-    unrolls     K times, all positions at once: z^(k) is the step of e and of z^(k-1), moved one position on (eq. 5,
-                `unrolls`). In the first the correction is 0, so K = 1 is the plain Transformer
+    streaming   token by token, like a recurrent network, because token t needs z_{t-1} (Algorithm
+                1). `extend` decodes this way. With bptt = True, training does too: `loop`.
+    unrolls     K passes over all positions at once: pass k uses z_{t-1} of pass k - 1 (eq. 5,
+                `unrolls`). The first has no correction, so K = 1 is the plain Transformer.
 
-`logits` and long prompts unroll until nothing changes (`_fixed_point`), which gives streaming's result.
-scans/context_ready.py computes the same function as `loop`, faster. It is used as long as the equations here are the
-ones it was written for. Inferred: linear layers and LayerNorms have biases, the head has none.
+`logits` and long prompts unroll until z stops changing (`_fixed_point`), which equals streaming.
+scans/context_ready.py is a faster `loop`, used as long as the equations in this file are unedited.
+Inferred: linear layers and LayerNorms have biases, the head has none.
 
-    B  batch        T  positions        C  width, n_embd        V  vocabulary rows, padded        n  positions of a call
-    L  blocks, n_layer; the paper's D (N in a plain Transformer)    H  heads, HK of keys and values, each of size D
-    K  unrolls      e  a token's embedding      z  the block output, the paper's h^(D), before the final norm
-    starts  True at a document's first token, before which z is 0 (z_{-1} in section 3.1, z_0 in 3.2)
+    B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded   n  positions of a call
+    L  blocks, n_layer (the paper's D, or N if plain)  H  heads of size D, HK for keys and values
+    K  unrolls      e  embeddings  z  block outputs before the final norm, the paper's h^(D)
+    starts  True at a document's first token, whose z_{t-1} is 0 (z_{-1} in section 3.1, z_0 in 3.2)
 """
 import math
 from dataclasses import dataclass
@@ -62,39 +63,39 @@ class Config:
     n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
-    n_ffn: int | None = None  # feed-forward width; None: 4 n_embd; llama: of the blocks alone, None: 3 n_embd
-    block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none; both rotary
-    n_kv_head: int | None = None  # llama: key and value heads, HK, each read by H / HK query heads; None: n_head
+    n_ffn: int | None = None  # feed-forward width; None: 4 n_embd (llama: 3 n_embd, corr_ffn always 4 n_embd)
+    block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, no biases
+    n_kv_head: int | None = None  # llama: key and value heads, HK; each serves H / HK query heads; None: n_head
     head_size: int | None = None  # llama: D; None: n_embd / n_head
-    qkv_bias: bool = False  # llama: biases of queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # llama: an RMSNorm of each head's query and key before the rotation, as in Qwen3
+    qkv_bias: bool = False  # llama: biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # llama: RMSNorm on each head's query and key, before RoPE, as in Qwen3
     tied_head: bool = False  # the output head shares the embedding's weights
-    # What corrects a token; corr_ffn is Linear, GELU, Linear. Inferred where the paper does not say:
+    # The correction network; corr_ffn is Linear, GELU, Linear:
     #   add          corr_ffn(LN(z + e)), eq. 1; corr_ffn_add in table A3
     #   concat       corr_ffn(LN([z, e])), 2C -> 4C -> C; corr_ffn_concat in table A3
     #   token_blind  corr_ffn(LN(z)); corr_ffn in tables A2 and A3
-    #   tied         add, with the linear layers of the last block's FFN (section 5.8; that it is the last: inferred)
-    #   block_head   LN(z): "the block's own residual" (section 5.8, table A2; that this is z, and the LN: inferred)
-    #   extra_ffn    none: a plain Transformer with an FFN more after its last block (inferred); Roformer-hFFN, table A2
+    #   tied         add, sharing the linear layers of the last (inferred) block's FFN (section 5.8)
+    #   block_head   LN(z): "the block's own residual" (section 5.8, table A2; z, LN are inferred)
+    #   extra_ffn    no correction; an FFN after the last block (inferred): Roformer-hFFN, table A2
     variant: Literal['add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn'] = 'add'
-    K: int = 5  # unrolls of a training step (with k_min: at most) and of validation; 1: the plain Transformer, Roformer
-    k_min: int | None = None  # each step draws its unrolls from k_min ... K, uniformly (paper: 2); None: always K
-    checkpoint_unrolls: bool = False  # keep only each unroll's result for the backward: a third more compute
-    bptt: bool = False  # train on streaming itself, by backpropagation through all positions, instead of on unrolls
-    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt: fast: scans/; loop: the equations; auto: fast if unedited
-    segment_len: int = 32  # bptt, loop: positions that the backward recomputes at a time; fewer need less memory
-    prefill: Literal['parallel', 'sequential'] = 'parallel'  # prompts and `logits`: unrolls, or Algorithm 1
-    prefill_tol: float = 1e-6  # parallel prefill stops when no block output changes by this share of its size
-    window: int | None = None  # positions before its own that a query sees, [t - W, t] in appendix A.4; None: all
-    dropout: float = 0.0  # on x~ and the blocks' branches (inferred), anew in every unroll (section 3.2); paper: 0.2
-    rope_theta: float = 10000.0  # base of the rotary wavelengths
-    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'; None: none
-    norm_eps: float = 1e-5  # added to the variance in LayerNorm, to the mean square in RMSNorm
+    K: int = 5  # unrolls in training (the most, with k_min) and validation; 1: the plain Transformer, Roformer
+    k_min: int | None = None  # draw each step's number of unrolls uniformly from k_min ... K (paper: 2); None: always K
+    checkpoint_unrolls: bool = False  # activation checkpointing per unroll: less memory, a third more compute
+    bptt: bool = False  # train by streaming, with backpropagation through all positions, instead of by unrolls
+    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt only; fast: scans/, loop: equations, auto: fast if unedited
+    segment_len: int = 32  # bptt with scan = 'loop': positions recomputed at a time in the backward pass
+    prefill: Literal['parallel', 'sequential'] = 'parallel'  # of prompts and in `logits`: unrolls, or Algorithm 1
+    prefill_tol: float = 1e-6  # parallel prefill stops once every z changes by less than this, relative to its norm
+    window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
+    dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2
+    rope_theta: float = 10000.0  # base of the RoPE frequencies
+    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    norm_eps: float = 1e-5  # epsilon of LayerNorm and RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
-    vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 32000  # real token ids; rows from here on are padding
-    pad_rows_in_loss: bool = True  # the padding takes part in the training softmax
-    eos_id: int | None = None  # the id that ends a document: attention and corrections stop there; None: one document
+    vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
+    pad_rows_in_loss: bool = True  # include padding rows in the training softmax
+    eos_id: int | None = None  # end-of-document id: attention and corrections do not cross it; None: one document
 
     def __post_init__(self):
         check_shape(self)
@@ -103,9 +104,9 @@ class Config:
         if self.block == 'gpt' and (self.qkv_bias or self.qk_norm or not is_plain):
             raise ValueError("n_kv_head, head_size, qkv_bias and qk_norm are settings of block = 'llama'")
         if self.block == 'llama' and self.variant in ('tied', 'extra_ffn'):
-            raise ValueError(f"variant = {self.variant!r} needs block = 'gpt', whose feed-forward net it copies")
+            raise ValueError(f"variant = {self.variant!r} needs block = 'gpt'")
         if self.variant == 'extra_ffn' and self.K > 1:
-            raise ValueError(f'variant = extra_ffn with K = {self.K}: Roformer-hFFN has nothing to unroll, set K = 1')
+            raise ValueError(f'variant = extra_ffn with K = {self.K}: it has nothing to unroll, so set K = 1')
         if self.bptt and (self.K == 1 or self.checkpoint_unrolls):
             raise ValueError(f'bptt = True with K = {self.K}, checkpoint_unrolls = {self.checkpoint_unrolls}: '
                              'streaming needs a correction (K > 1) and has no unrolls')
@@ -114,7 +115,7 @@ class Config:
 
 
 class FFN(nn.Module):
-    """LayerNorm, Linear, GELU, Linear: a feed-forward branch with its norm. x: (..., n_in) -> (..., n_out)."""
+    """Feed-forward branch: LayerNorm, Linear, GELU, Linear. x: (..., n_in) -> (..., n_out)."""
 
     def __init__(self, n_in, n_ffn, n_out, eps):
         super().__init__()
@@ -137,7 +138,7 @@ class Block(nn.Module):
         self.ffn = FFN(C, config.n_ffn, C, config.norm_eps)
 
     def forward(self, h, rope, mask, cache=None):
-        """A layer of eq. 3. h: (B, n, C) -> (B, n, C). rope: cos and sin of the positions; cache: has `append`."""
+        """Apply a block (eq. 3). h: (B, n, C) -> (B, n, C); rope: cos, sin; cache: has `append`."""
         q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).chunk(3, 2)
         q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
@@ -147,7 +148,7 @@ class Block(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """The block of model_standard.py, so that any pretrained Llama can be converted (section 5.7)."""
+    """The block of model_standard.py, for converting pretrained Llama models (section 5.7)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -175,31 +176,31 @@ class LlamaBlock(nn.Module):
 
 
 class Cache(KVCache):
-    """`KVCache`, and z of the last call's tokens: the next token's correction needs the z before it."""
+    """`KVCache` plus z of the last call's tokens, which the next token's correction needs."""
 
     def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
         super().__init__(model, batch_size, max_tokens, max_run, device, dtype)
-        # z[:, 0] belongs to the token before the last call, z[:, 1 + i] to that in hidden[:, i], so that decoding can
-        # continue from any of them after a rollback. At first it is 0, the paper's z_{-1}.
+        # z[:, 0] is of the token before the last call, z[:, 1 + i] of the token in hidden[:, i]: a
+        # rollback can resume from any of them. The initial zeros are the paper's z_{-1}.
         self.z = self.k.new_zeros(batch_size, max_run + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
-        self.n_unrolls = None  # of the last parallel prefill
+        self.n_unrolls = None  # unrolls in the last parallel prefill
 
     def last_z(self):
-        """z of each row's last token (B, 1, C)."""
+        """Return z of each row's last token: (B, 1, C)."""
         return self.z[self.batch_idx, 1 + self.last[:, None]]
 
     def keep_z(self, z):
-        """Keep z (B, n, C) of a call's last max_run tokens, and the z before them. Call it before `end`."""
+        """Store z (B, n, C) of the last max_run tokens and the z before them. Call before `end`."""
         tail = self.tail(z.shape[1])
         tail = torch.cat([tail[:, :1], 1 + tail], 1)
         self.z[:, :tail.shape[1]] = torch.cat([self.last_z(), z], 1)[self.batch_idx, tail]
 
 
 class Past(dict):
-    """Keys and values of the positions before, by layer, as tensors that grow and that gradients flow through."""
+    """Keys and values of past positions, by layer: a growing cache that gradients flow through."""
 
     def append(self, layer, k, v):
-        """Add those of the next position, and return all; see `KVCache.append`."""
+        """Add the next position's keys and values and return all of them, as `KVCache.append`."""
         if layer in self:
             k, v = torch.cat([self[layer][0], k], 1), torch.cat([self[layer][1], v], 1)
         self[layer] = k, v
@@ -212,7 +213,7 @@ class Model(nn.Module):
         self.config = c = config
         C = c.n_embd
         make_block, make_norm = (Block, nn.LayerNorm) if c.block == 'gpt' else (LlamaBlock, nn.RMSNorm)
-        self.reach = 2 ** 30 if c.window is None else c.window  # positions of the past that a query sees
+        self.reach = 2 ** 30 if c.window is None else c.window  # past positions that a query sees
         self.embed = nn.Embedding(c.vocab_size, C)
         self.blocks = nn.ModuleList(make_block(c, layer) for layer in range(c.n_layer))
         if c.variant == 'extra_ffn':
@@ -222,20 +223,20 @@ class Model(nn.Module):
         elif c.K > 1:
             n_inner = c.n_ffn if c.block == 'gpt' else 4 * C
             self.correction = FFN(2 * C if c.variant == 'concat' else C, n_inner, C, c.norm_eps)
-            if c.variant == 'tied':  # a norm of its own, the weights of the last block
+            if c.variant == 'tied':  # its own norm, but the last block's FFN weights
                 self.correction.up, self.correction.down = self.blocks[-1].ffn.up, self.blocks[-1].ffn.down
         self.norm = make_norm(C, c.norm_eps)
         self.head = nn.Linear(C, c.vocab_size, bias=False)
         if c.tied_head:
             self.head.weight = self.embed.weight
-        self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # what a training step draws its unrolls from
-        self.n_unrolls = c.K  # K of this training step
-        self.checkpoints = c.checkpoint_unrolls  # of `step`
-        self.sequential = c.K > 1  # short calls of `extend` run token by token: verifying a draft saves no time
+        self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # `begin_step` draws from these
+        self.n_unrolls = c.K  # number of unrolls in this training step
+        self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
+        self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
         self.fast = bool(c.bptt and c.block == 'gpt' and pinned and pinned(self, context_ready))
-        self.shard_blocks = not c.bptt  # the fast form reads the blocks' weights without calling the blocks
-        # This sets every matrix and bias: initialise anything that should start differently after it. The paper does
-        # not say how; as in model_standard.py, only the attention output is scaled down with depth.
+        self.shard_blocks = not c.bptt  # scans/ reads the blocks' weights without calling the blocks
+        # Initialises every matrix and bias: set other initial values after this loop.
+        # Inferred from model_standard.py: only the attention output is scaled down with depth.
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 scale = (2 * c.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -246,13 +247,13 @@ class Model(nn.Module):
     # ---- the paper's equations ----
 
     def sees(self, q, k):
-        """The attention pattern: does the query q see the key k? Edit it, and the edit trains and decodes."""
+        """Return True where query q attends to key k. Used in training and in decoding."""
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
     def correct(self, z, e, starts):
-        """Eq. 1: the corrections (B, n, C) of tokens e (B, n, C), given z (B, n, C) of the position before each.
+        """Eq. 1: return the corrections for embeddings e, given the previous z, all (B, n, C).
 
-        Where a document starts, as starts (B, n) says, nothing comes before: z counts as 0, the paper's z_{-1}.
+        Where starts (B, n) is True, a document starts and z is 0, the paper's z_{-1}.
         """
         z = z.masked_fill(starts.unsqueeze(-1), 0)
         if self.config.variant == 'concat':
@@ -263,21 +264,21 @@ class Model(nn.Module):
 
     @checkpointed
     def step(self, e, z, starts, rope, mask, cache=None):
-        """Eq. 1 to 3: z of tokens e (B, n, C), given z (B, n, C) of the position before each; None: no correction.
+        """Eq. 1 to 3: return the new z from embeddings e and the previous z, all (B, n, C).
 
-        For one position this is a step of Algorithm 1, for all positions an unroll.
+        z = None: no correction. For one position, it is a step of Algorithm 1; for all, an unroll.
         """
         correction = torch.zeros_like(e) if z is None else self.correct(z, e, starts)
-        h = F.dropout(e + correction, self.config.dropout, self.training)  # eq. 2; e anew: corrections do not add up
+        h = F.dropout(e + correction, self.config.dropout, self.training)  # eq. 2: x~ starts from e each time
         for block in self.blocks:  # eq. 3
             h = block(h, rope, mask, cache)
         return h
 
     def unrolls(self, e, z_before, starts, rope, mask, cache=None):
-        """Eq. 5: yield z^(1), z^(2), ... of tokens e (B, n, C), after z_before (B, 1, C).
+        """Eq. 5: yield z^(1), z^(2), ... for embeddings e (B, n, C), after z_before (B, 1, C).
 
-        The correction of t comes from z^(k-1) of t - 1 (past-only). The paper ends unroll k with correction^(k); here
-        unroll k + 1 begins with it, so that the last correction, which nothing reads, is not computed.
+        Position t is corrected by z^(k-1) of t - 1. The paper ends unroll k with correction^(k);
+        here, unroll k + 1 starts with it, so the last one, which is never used, is not computed.
         """
         z = None
         while True:
@@ -285,7 +286,7 @@ class Model(nn.Module):
             yield z
 
     def head_input(self, z):
-        """Eq. 4: what the head multiplies. z: (B, n, C) -> (B, n, C)."""
+        """Eq. 4: return the inputs of the output head. z: (B, n, C) -> (B, n, C)."""
         if self.config.variant == 'extra_ffn':
             z = z + self.extra(z)
         return self.norm(z)
@@ -293,38 +294,38 @@ class Model(nn.Module):
     # ---- whole sequences ----
 
     def prepare(self, idx):
-        """For sequences idx (B, T): e (B, T, C), doc_start or None, starts (B, T), rope (cos, sin)."""
+        """Return e (B, T, C), doc_start or None, starts (B, T), rope (cos, sin) of idx (B, T)."""
         c, position = self.config, torch.arange(idx.shape[1], device=idx.device)
         doc_start = document_starts(idx, c.eos_id)
         starts = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
         return self.embed(idx), doc_start, starts, rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
 
-    @torch.compiler.disable(recursive=False)  # a compiler would run a generator to its end, and this one has none
+    @torch.compiler.disable(recursive=False)  # the compiler would run this infinite generator to its end
     def iterates(self, idx):
-        """Yield z^(1), z^(2), ..., each (B, T, C), of sequences idx (B, T)."""
+        """Yield z^(1), z^(2), ..., each (B, T, C), for sequences idx (B, T)."""
         e, doc_start, starts, rope = self.prepare(idx)
         mask = make_mask(self.sees, idx.shape[1], self.config.head_size, idx.device, doc_start)
         return self.unrolls(e, torch.zeros_like(e[:, :1]), starts, rope, mask)
 
-    @torch.compiler.disable(recursive=False)  # `step` is compiled by itself: one graph for any K
+    @torch.compiler.disable(recursive=False)  # compile `step` alone: one graph for any K
     def states(self, idx):
-        """z (B, T, C) as training sees it: streamed with bptt, else after this step's unrolls. idx: (B, T)."""
+        """Return z by streaming (bptt) or by this step's unrolls. idx: (B, T) -> (B, T, C)."""
         c = self.config
         if c.bptt:
             return self.stream(idx)
         K, unrolls = self.n_unrolls if self.training else c.K, self.iterates(idx)
         for _ in range(K):
             z = next(unrolls)
-        if K == 1 < c.K:  # gradients of 0, as DDP would make them: AdamW skips a weight that has none
+        if K == 1 < c.K:  # zero gradients, as under DDP: AdamW would skip weights whose gradient is None
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
+        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
 
-        The loss is that of the last unroll alone (section 3.2): in training after the K that `begin_step` drew, in
-        evaluation after the setting's K. With bptt it is that of streaming. With documents on, positions whose input is
-        eos do not count: the token after them starts another document.
+        Only the last unroll has a loss (section 3.2). Training runs as many unrolls as `begin_step`
+        drew, evaluation config.K. With bptt, the loss is streaming's. With eos_id set, the target
+        of an eos input is ignored: it starts another document.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -332,36 +333,36 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': loss.detach()}
 
     def nll(self, z, targets):
-        """Mean nats of targets (B, T), -1 ignored, given z (B, T, C)."""
+        """Return the mean loss in nats for targets (B, T), -1 ignored, given z (B, T, C)."""
         rows = self.head_input(z).flatten(0, 1), targets.flatten()
         total, = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         return total / (targets >= 0).sum().clamp(min=1)
 
     def _nll(self, h, targets):
-        """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
+        """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
         logits = at_least_fp32(self._logits(h))
         if not self.config.pad_rows_in_loss:
             mask_padding(logits, self.config.n_ids)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
-        """Logits of all V rows. An edit here changes the loss and decoding alike."""
+        """Return logits over all V rows, for the loss and decoding."""
         return self.head(h)
 
     def begin_step(self, rng):
-        """Draw K of the next training step (section 3.2). rng: a random.Random, equal on all processes."""
+        """Draw the next step's number of unrolls (section 3.2). rng must be equal on all ranks."""
         self.n_unrolls = rng.choice(self.K_choices)
 
     def _fixed_point(self, unrolls, is_token):
-        """The fixed point of `unrolls` (theorem 2): z (B, n, C), and how many it took. is_token: (B, n), not padding.
+        """Return the fixed point of `unrolls` (theorem 2), z (B, n, C), and the number of unrolls.
 
-        Stops when no z changes by more than prefill_tol of its norm; or when the changes are as small as rounding and
-        shrink no more; or after one unroll more than there are tokens, when all are exact (Lemma 1). A row's last z is
-        not looked at: it depends on the z before it one unroll ago, which move no more.
+        is_token: (B, n), False for padding. Stops when the relative change of z is below
+        prefill_tol, or at rounding level and no longer shrinking, or after n_tokens + 1 unrolls,
+        when z is exact (Lemma 1). Each row's last z is not checked: it depends only on earlier z.
         """
         device = is_token.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
-        rounding = 16 * torch.finfo(dtype).eps  # of a few layers
+        rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
         n_tokens, z, last_change = int(is_token.sum(1).max()), None, math.inf
         for k in range(1, n_tokens + 2):
             last, z = z, next(unrolls)
@@ -376,14 +377,14 @@ class Model(nn.Module):
 
     @outside_graphs
     def stream(self, idx):
-        """Algorithm 1 over whole sequences, differentiable. idx: (B, T) -> z (B, T, C). Autocast does not apply."""
+        """Run Algorithm 1, differentiable and without autocast. idx: (B, T) -> z (B, T, C)."""
         with torch.autocast(idx.device.type, enabled=False):
             return context_ready.stream(self, idx) if self.fast else self.loop(idx)
 
     def loop(self, idx):
-        """Algorithm 1 as it reads, one position after another. idx: (B, T) -> z (B, T, C).
+        """Run Algorithm 1 one position at a time. idx: (B, T) -> z (B, T, C).
 
-        Activation checkpointing: the backward recomputes one segment of positions at a time.
+        Activation checkpointing: the backward pass recomputes one segment of positions at a time.
         """
         e, doc_start, starts, rope = self.prepare(idx)
         B, T, _ = e.shape
@@ -392,7 +393,7 @@ class Model(nn.Module):
         seen = self.sees(q, Tokens(position, stream)).expand(B, T, T)
 
         def segment(start, z, past):
-            zs, past = [], Past(past)  # a copy: the backward starts from the same past again
+            zs, past = [], Past(past)  # a copy, because the backward pass runs this again
             for t in range(start, min(start + self.config.segment_len, T)):
                 at = slice(t, t + 1)
                 mask = Mask('dense', seen[:, at, :t + 1])
@@ -409,8 +410,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def final_hidden(self, idx):
-        """What the head multiplies, as streaming gives it, without gradient. idx: (B, T) -> (B, T, C)."""
-        if self.config.bptt or self.config.K == 1:  # the states are those of streaming already
+        """Return the head's inputs as in streaming, without gradient. idx: (B, T) -> (B, T, C)."""
+        if self.config.bptt or self.config.K == 1:  # `states` equals streaming
             z = self.states(idx)
         elif self.config.prefill == 'sequential':
             z = self.stream(idx)
@@ -420,20 +421,20 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     # ---- decoding ----
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
+        """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         return Cache(self, batch_size, max_tokens, max_run, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py.
+        """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py.
 
-        Calls of n <= cache.max_run are streamed; longer ones follow `prefill`.
+        Calls of n <= cache.max_run are streamed; longer ones run as the setting `prefill` says.
         """
         c, n, zs, z = self.config, tokens.shape[1], [], cache.last_z()
         in_parallel = c.K == 1 or n > cache.max_run and c.prefill == 'parallel'
@@ -456,12 +457,12 @@ class Model(nn.Module):
     # ---- conversion, costs ----
 
     def adopt(self, tensors):
-        """Named weights of the run that this model starts from (section 5.7), and those of a new correction network.
+        """Add a new correction network to the weights of a run without one (section 5.7).
 
-        The source is a K = 1 run, or with block = 'llama' a model_standard run. The network's last layer is 0, so the
-        model computes what its source does. Weights that include a correction, or are for a model without one, are
-        returned as they are. Raises ValueError for a variant without a last layer of its own, and for weights of
-        model_standard's blocks where block is 'gpt'.
+        The run is a K = 1 run or, with block = 'llama', a model_standard run. The network's last
+        layer is 0, so the model's outputs are unchanged. Weights are returned as they are if they
+        have a correction or need none. Raises ValueError if the variant has no last layer to zero,
+        or block is 'gpt' and the weights are model_standard's.
         """
         if self.config.block == 'gpt' and 'blocks.0.gate_up.weight' in tensors:
             raise ValueError("these are weights of model_standard's blocks: set block = 'llama'")
@@ -470,15 +471,15 @@ class Model(nn.Module):
             return tensors
         if self.config.variant not in ('add', 'concat', 'token_blind'):
             raise ValueError(f'a K = 1 run cannot be converted to variant = {self.config.variant!r}, which has no '
-                             'layer that could start at 0: use add, concat or token_blind')
+                             'layer to initialise at 0: use add, concat or token_blind')
         zeros = {name: torch.zeros_like(p) for name, p in own.items() if name.startswith('correction.down')}
         return tensors | own | zeros
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T, attention included, mean over the unrolls drawn."""
+        """Return training FLOPs per token at length T, attention included, mean over K_choices."""
         c = self.config
         n_keys = min(self.reach + 1, T)
-        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
+        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # keys per query, mean over the sequence
         unrolls = 1 if c.bptt else sum(self.K_choices) / len(self.K_choices)  # streaming is one pass
         corrections = 1 if c.bptt else unrolls - 1  # the first unroll has none
         extra, network = (n_matrix_weights(getattr(self, name, nn.Module())) for name in ('extra', 'correction'))

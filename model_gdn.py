@@ -1,18 +1,18 @@
 """Gated DeltaNet ("Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464).
 
-A Transformer with a matrix memory of fixed size in place of attention. For each token the memory decays, is read with
-the token's key, and the difference from the token's value is written back: the gated delta rule. Queries, keys and
-values first pass through a short causal convolution. It is the second baseline of the GPN paper (arXiv 2605.10643).
+A Transformer with a matrix memory of fixed size in place of attention. For each token, the gated
+delta rule lets the memory decay, reads it with the token's key, and writes the difference between
+the token's value and the result. Queries, keys and values first pass through a short causal
+convolution. It is a baseline in the GPN paper (arXiv 2605.10643), next to the Transformer.
 
-Read `Block.step`, the equation of the memory, then `Block.forward`. `Block.loop` repeats the step for each token, which
-is all that training, evaluation and decoding need. scans/gdn.py computes the same function by matrix products over
-chunks of tokens and is used as long as the equation is unchanged. `extend` and `Cache` are for decoding.
+Read `Block.step`, the memory's equation, then `Block.forward`. `Block.loop` applies it token by
+token; scans/gdn.py, used as long as it is unedited, computes the same with large matrix products.
 
-    B  batch     T  positions    C  width, n_embd    V  vocabulary rows, padded    F  feed-forward width, n_ffn
-    L  layers    H  heads        K  d_k, key size    D  d_v, value size            W  taps of the convolution
-    M  memory (B, H, K, D), the transpose of the paper's S                         X  convolved channels, H (2 K + D)
-    h  a token's vector          n  positions of one `extend` call
-    is_doc_start  True for tokens after the end of a document: their memory starts empty
+    B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded    F  feed-forward width
+    L  layers       H  heads       K  key size, d_k   D  value size, d_v       W  convolution taps
+    M  memory (B, H, K, D), transpose of the paper's S    X  convolved channels, H (2 K + D)
+    h  hidden states                                      n  tokens per `extend` call
+    is_doc_start  True for the first token of a document, whose memory starts empty
 """
 import math
 from dataclasses import dataclass
@@ -27,27 +27,27 @@ from attn_kernels import at_least_fp32, checkpointed, chunked_loss, mask_padding
 
 try:
     from scans import gdn, pinned
-except ModuleNotFoundError:  # the folder is optional
+except ModuleNotFoundError:  # the folder scans/ is optional
     gdn = pinned = None
 
 
 @dataclass
 class Config:
     n_layer: int = 10  # blocks, L (GPN paper, table 1)
-    n_head: int = 6  # heads of the memory, H (inferred: 1,966,080 numbers of state in that table)
+    n_head: int = 6  # memory heads, H (inferred from the 1,966,080 state values in that table)
     n_embd: int = 768  # width of the residual stream, C
-    d_k: int = 128  # size of a head's keys, K (inferred, as n_head)
-    d_v: int = 256  # size of a head's values, D (inferred, as n_head; twice d_k in the official code)
-    n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd in whole 32s (inferred: 1472 at 768 is 130M)
-    conv_size: int = 4  # taps of the short convolution, W, at least 2: the token itself and those before it
-    chunk_len: int = 64  # tokens per chunk of the fast form, rounded up to a power of 2, and per segment of the loop
-    scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unchanged, else loop
+    d_k: int = 128  # key size of a head, K (inferred, as n_head)
+    d_v: int = 256  # value size of a head, D (inferred, as n_head; twice d_k in the official code)
+    n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd, to a multiple of 32 (inferred from 130M)
+    conv_size: int = 4  # taps of the short convolution, W, at least 2: the current token and earlier ones
+    chunk_len: int = 64  # tokens per chunk in scans/gdn.py, rounded up to a power of 2, and per segment of the loop
+    scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unedited, else loop
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
-    init_std: float = 0.02  # standard deviation of the initial matrices and convolutions, without the head's (fla)
-    vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 32000  # real token ids; rows from here on are padding
-    eos_id: int | None = None  # the id that ends a document, after which memory and convolution start anew; None: never
+    norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
+    init_std: float = 0.02  # standard deviation of initial matrices and convolutions, except the head (fla)
+    vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
+    eos_id: int | None = None  # end-of-document id: memory and convolution restart after it; None: never
 
     def __post_init__(self):
         if self.conv_size < 2:
@@ -59,20 +59,20 @@ class Config:
 
 
 def l2_normalize(x):
-    """Scale x (..., K) to length 1. The 1e-6 under the root is the official code's."""
+    """Scale x (..., K) to length 1, with epsilon 1e-6 under the root as in the official code."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def read(memory, x):
-    """M^T x for each head: memory (B, H, K, D), x (B, H, K) -> (B, H, D). Autocast would make a matmul bf16."""
+    """Return M^T x per head: (B, H, K, D), (B, H, K) -> (B, H, D). Autocast does not affect it."""
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
 def short_convolution(x, weight, same_doc=None):
-    """Causal convolution of each channel: y_t = sum over taps j of weight_j x_{t-W+1+j}.
+    """Convolve each channel causally: y_t = sum over taps j of weight_j x_{t-W+1+j}.
 
-    x: (B, W - 1 + n, X), starting with the W - 1 inputs before the n tokens; weight: (X, W); same_doc: (B, n, W), False
-    for taps in another document, or None. Returns (B, n, X).
+    x: (B, W - 1 + n, X), including the W - 1 inputs before the n tokens; weight: (X, W); same_doc:
+    (B, n, W), False for taps in another document, or None. Returns (B, n, X).
     """
     n, y = x.shape[1] - weight.shape[1] + 1, 0
     for j in range(weight.shape[1]):
@@ -82,14 +82,14 @@ def short_convolution(x, weight, same_doc=None):
 
 
 def document_masks(is_eos, conv_size):
-    """Return same_doc (B, n, W) and is_doc_start (B, n) for is_eos (B, W - 1 + n), the W - 1 tokens before included."""
-    document = F.pad(is_eos[:, :-1].long().cumsum(1), (1, 0))  # number of each token's document
+    """Return same_doc (B, n, W), is_doc_start (B, n). is_eos (B, W - 1 + n) has earlier tokens."""
+    document = F.pad(is_eos[:, :-1].long().cumsum(1), (1, 0))  # index of each token's document
     taps = document.unfold(1, conv_size, 1)
     return taps == taps[..., -1:], is_eos[:, conv_size - 2:-1]
 
 
 class Block(nn.Module):
-    """A layer with a matrix memory where a Transformer has attention, then a SwiGLU net (section 3.4 and figure 1)."""
+    """Gated DeltaNet layer: matrix memory, then a SwiGLU net (section 3.4 and figure 1)."""
 
     def __init__(self, config, layer, fast=None):
         super().__init__()
@@ -107,36 +107,36 @@ class Block(nn.Module):
         dt = torch.empty(H).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt
         self.read_gate = nn.Linear(C, H * D, bias=False)
-        self.out_norm = nn.RMSNorm(D, c.norm_eps)  # of each head (official code)
+        self.out_norm = nn.RMSNorm(D, c.norm_eps)  # per head (official code)
         self.read_out = nn.Linear(H * D, C, bias=False)
         self.ffn_norm = nn.RMSNorm(C, c.norm_eps)
         self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
 
     def step(self, memory, q, k, v, log_decay, beta):
-        """One token of the gated delta rule (section 3.1).
+        """Apply the gated delta rule (section 3.1) to one token.
 
             S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        o_t = S_t q_t
 
-        memory: (B, H, K, D), which is S^T; q, k: (B, H, K); v: (B, H, D); log_decay (log alpha), beta: (B, H). Returns
-        what q reads (B, H, D), and the new memory.
+        memory: (B, H, K, D), which is S^T; q, k: (B, H, K); v: (B, H, D); log_decay (log alpha),
+        beta: (B, H). Returns the output o (B, H, D) and the new memory.
         """
         memory = log_decay.exp()[..., None, None] * memory
-        error = v - read(memory, k)  # of the decayed memory; in GPN the error comes before the decay
+        error = v - read(memory, k)  # error of the decayed memory (in GPN: of the memory before the decay)
         memory = memory + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
         return read(memory, q), memory
 
     def empty_memory(self, like):
-        """M before a document: zeros (B, H, K, D) with the batch size, dtype and device of `like` (B, ...)."""
+        """Return zeros (B, H, K, D), with the batch size, dtype and device of `like` (B, ...)."""
         return like.new_zeros(len(like), *self.memory_shape)
 
-    @outside_graphs  # a compiler would unroll all n steps
+    @outside_graphs  # the compiler would unroll all n steps
     def loop(self, memory, *tokens, is_doc_start=None, active=None):
-        """Apply `step` to n tokens: returns what they read (B, n, H, D), and the last memory.
+        """Apply `step` to n tokens. Returns the outputs (B, n, H, D) and the last memory.
 
-        tokens: q, k, v, log_decay and beta, as in `step` but (B, n, ...); is_doc_start: (B, n), tokens before which the
-        memory is emptied; active: (B, n), False for tokens to skip. For the backward pass, only the memory before each
-        segment of chunk_len tokens is kept, and the steps of a segment are recomputed.
+        tokens: q, k, v, log_decay, beta as in `step`, but (B, n, ...); is_doc_start: (B, n), True
+        empties the memory before the token; active: (B, n), False skips the token. Activation
+        checkpointing: the backward pass recomputes one segment of chunk_len tokens at a time.
         """
         reads = []
         for a in range(0, tokens[0].shape[1], self.chunk_len):
@@ -160,7 +160,7 @@ class Block(nn.Module):
         return reads, memory
 
     def scan(self, memory, *tokens, is_doc_start=None, active=None):
-        """Run the tokens through `loop` or, if there are several, through its fast form."""
+        """Run `self.fast`, if set and there are several tokens, otherwise `loop`."""
         if self.fast is None or tokens[0].shape[1] == 1:
             return self.loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
         with torch.autocast(memory.device.type, enabled=False):  # bf16 sums would differ from the loop's
@@ -168,7 +168,7 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, same_doc=None, is_doc_start=None, cache=None):
-        """h: (B, n, C) -> (B, n, C). The masks are those of `document_masks`; the cache is for decoding."""
+        """Apply the block. h: (B, n, C) -> (B, n, C); masks from `document_masks`."""
         def heads(x):  # (B, n, H size) -> (B, n, H, size), in fp32 like the memory
             return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.memory_shape[0], -1))
 
@@ -194,7 +194,7 @@ class Model(nn.Module):
         self.config = c = config
         if c.scan in ('fast', 'fla') and gdn is None:
             raise ValueError(f"scan = {c.scan!r} needs the folder scans/, which is missing: use scan = 'loop'")
-        self.fast = None  # a function of scans/gdn.py that replaces `Block.loop`, or None
+        self.fast = None  # function in scans/gdn.py that replaces `Block.loop`, or None
         if c.scan == 'fla':
             self.fast = gdn.import_fla()
         elif pinned and pinned(self, gdn):
@@ -202,16 +202,16 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
-        # This sets every matrix and bias: initialise anything that should start differently after it.
+        # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
-            if p.dim() >= 2:  # no matrix is scaled down with depth (official code)
+            if p.dim() >= 2:  # no scaling with depth (official code)
                 nn.init.normal_(p, std=c.init_std)
             elif name.endswith('.bias'):  # not dt_bias
                 nn.init.zeros_(p)
-        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)  # with nn.Linear's initial weights (authors' code)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)  # nn.Linear's default init (official code)
 
     def final_hidden(self, idx, cache=None):
-        """Return the head's inputs (B, n, C). idx: (B, n), which continue the rows of the cache if there is one."""
+        """Return the head's inputs (B, n, C). idx: (B, n); with a cache, its rows' next tokens."""
         W, masks = self.config.conv_size, ()
         if self.config.eos_id is not None:
             is_eos = idx == self.config.eos_id
@@ -222,9 +222,9 @@ class Model(nn.Module):
         return self.norm(h)
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
+        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
 
-        With documents on, positions whose input is eos do not count: the token after them starts another document.
+        With eos_id set, the target of an eos input is ignored: it starts another document.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -234,33 +234,33 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
-        """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
+        """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
         return F.cross_entropy(at_least_fp32(self._logits(h)), targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
-        """Logits of all V rows. An edit here changes the loss and decoding alike."""
+        """Return logits over all V rows, for the loss and decoding."""
         return self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows. It has the same size for any max_tokens, and keeps the memory in fp32."""
+        """Return an empty cache for batch_size rows. Its size does not depend on max_tokens."""
         return Cache(self, batch_size, max_tokens, max_run, device or self.embed.weight.device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py, for any n."""
+        """Append tokens (B, n), for any n; return next-token logits as in model_standard.py."""
         cache.begin(tokens.shape[1], lengths)
         h = self.final_hidden(tokens, cache)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and three products with the memory.
+        """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
 
-        Per head these are two reads and a write of 2 K D each, and twice that backward.
+        Per head: two reads and a write of 2 K D FLOPs each, and twice that in the backward pass.
         """
         c = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
@@ -268,12 +268,12 @@ class Model(nn.Module):
 
 
 class Cache:
-    """Decoding state, of one size for any number of tokens.
+    """Decoding state, whose size does not depend on the number of tokens.
 
-        tokens of a row    [ written to the memory | run: the last max_run of the last call, not written yet ]
+        a row's tokens    [ written to the memory | run: last max_run of the last call, pending ]
 
-    The next call writes what is left of the run, so `rollback` only has to shorten it. For the run and the W - 1 tokens
-    before it, `window` holds the inputs of each layer's convolution and which tokens are eos.
+    The next call writes the pending run, so `rollback` only has to shorten it. For the run and the
+    W - 1 tokens before it, `window` holds each layer's convolution inputs and an eos mask.
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run, device):
@@ -286,41 +286,41 @@ class Cache:
         self.window['is_eos'] = torch.zeros(B, window, device=device, dtype=torch.bool)
         self.run_len = torch.zeros(B, device=device, dtype=torch.int64)
         self.lengths = torch.zeros(B, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # of the run
+        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # h of the run
         self.rows = torch.arange(B, device=device).unsqueeze(1)
 
     @property
     def nbytes(self):
-        """Bytes of all tensors that outlive a call."""
+        """Return the bytes of all tensors kept between calls."""
         kept = self.memory, self.run_len, self.lengths, self.hidden, self.rows
         return sum(x.nbytes for x in (*kept, *self.window.values(), *sum(self.run, [])))
 
     def begin(self, n, lengths):
-        """Start a call of n tokens, right-padded to lengths (B,) or None."""
+        """Start a call of n tokens. lengths: (B,) tokens per right-padded row, or None."""
         self.position = torch.arange(max(n, self.max_run) + self.conv_size, device=self.lengths.device)
         self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
         self.before_idx = self.run_len[:, None] + self.position[:self.conv_size - 1]  # the W - 1 tokens before the call
-        self.is_unwritten = self.position[:self.max_run] < self.run_len[:, None]  # in the last call's run
+        self.is_unwritten = self.position[:self.max_run] < self.run_len[:, None]  # pending tokens of the last call
         self.unwritten_starts = None
         if self.eos_id is not None:
             self.unwritten_starts = document_masks(self.window['is_eos'], self.conv_size)[1].clone()
-        self.run_start = (self.n_new - self.max_run).clamp(min=0)[:, None]  # of this call's run
+        self.run_start = (self.n_new - self.max_run).clamp(min=0)[:, None]  # first token of this call's run
         self.is_early = self.position[:n] < self.run_start
 
     def keep(self, kept, x):
-        """Write x (B, m, ...) to `kept` from the start of this call's run on, as far as it fits."""
+        """Copy x (B, m, ...), from the start of this call's run, into `kept`, as far as it fits."""
         m = min(kept.shape[1], x.shape[1])
         kept[:, :m] = x[self.rows, self.run_start + self.position[:m]]
 
     def join(self, name, x):
-        """Put the W - 1 inputs before the call in front of x (B, n, ...), and keep the window."""
+        """Prepend the W - 1 inputs before the call to x (B, n, ...), and store the new window."""
         window = self.window[name]
         x = torch.cat([window[self.rows, self.before_idx].to(x.dtype), x], 1)
         self.keep(window, x)
         return x
 
     def scan(self, block, *tokens, is_doc_start):
-        """Return what the tokens of the call read (B, n, H, D) in a layer. Writes all tokens before this call's run."""
+        """Return a layer's outputs (B, n, H, D). Writes tokens before this call's run to memory."""
         memory, run = self.memory[block.layer], self.run[block.layer]
         memory.copy_(block.scan(memory, *run, is_doc_start=self.unwritten_starts, active=self.is_unwritten)[1])
         memory_read, _ = block.scan(memory, *tokens, is_doc_start=is_doc_start)
@@ -331,13 +331,13 @@ class Cache:
         return memory_read
 
     def end(self, h):
-        """Finish a call with final vectors h (B, n, C). Returns the last token's of each row (B, C)."""
+        """Finish a call: store h (B, n, C), return that of each row's last token (B, C)."""
         self.run_len.copy_(self.n_new - self.run_start[:, 0])
         self.lengths += self.n_new
         self.keep(self.hidden, h)
         return h[self.rows[:, 0], self.n_new - 1]
 
     def rollback(self, n):
-        """Forget the last n tokens of the last call: n is an int, or (B,) int64 with one count per row."""
+        """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
         self.run_len -= n
         self.lengths -= n

@@ -1,20 +1,21 @@
-"""The Grounded Prediction Network ("A Single-Layer Model Can Do Language Modeling", arXiv 2605.10643).
+"""The Grounded Prediction Network (GPN, "A Single-Layer Model Can Do Language Modeling").
 
-One recurrent state vector is all the working context there is. Each token grounds the state (a gate keeps part of what
-was predicted, the token is added); a feed-forward net and a read from one matrix memory then predict the next state,
-which is decoded into the next token and carried on. The memory is written once per token by the gated delta rule: the
-key comes from the last grounded state, the value from the current one.
+arXiv 2605.10643. A recurrent network with one state vector and one matrix memory. Each token first
+grounds the predicted state: a gate keeps part of it, and the token is added. Then a feed-forward
+net and a read from the memory predict the next state, from which the next token is decoded. The
+memory is written once per token by the gated delta rule, with a key from the previous grounded
+state and a value from the current one.
 
-Read `Write`, `Layer` and `Model.step`, which are the paper's equations, then `Model.loop`, which applies them token by
-token. `scans/gpn.py` computes the same function faster. It is used as long as the equations here are the ones it was
-written for; edit one, and yours runs. The RMSNorm before each matrix (eq. 4, 8, 9 and 11 do not show it) and the biases
-of gates, queries, keys and decay follow the official code. `extend` and `Cache` are decoding.
+Read `Write`, `Layer` and `Model.step`, the paper's equations, then `Model.loop`, which applies them
+token by token. scans/gpn.py computes the same function faster; it is used as long as the equations
+here are unedited. From the official code: the RMSNorm before each matrix (not shown in eq. 4, 8, 9
+and 11) and the biases of gates, queries, keys and decay.
 
-    B  batch      T  positions      C  width of the state, n_embd (d in the paper)    E  width of the embedding, d_emb
-    L  layers     F  feed-forward width, n_ffn       H  memory heads                  V  vocabulary rows, padded
-    K  d_k, rows of a head's memory: its keys        D  d_v, its columns: its values  M  the memory (B, H, K, D)
-    s  predicted state s^p (B, C)                    g  grounded state s^g (B, C)     x_t  token t
-    u  what a token adds to the state (B, C)         n  positions of one `extend` call
+    B  batch size   T  positions   C  state width, n_embd (the paper's d)   E  embedding width d_emb
+    L  layers       F  feed-forward width, n_ffn     H  memory heads         V  vocabulary, padded
+    K  key size of a head, d_k     D  value size, d_v                        M  memory (B, H, K, D)
+    s  predicted state s^p (B, C)  g  grounded state s^g (B, C)              x_t  token t
+    u  a token's contribution to the state (B, C)    n  tokens per `extend` call
     carry_mask  False where a document starts        active  False where a row skips the step
 """
 import functools
@@ -40,19 +41,19 @@ class Config:
     n_layer: int = 1  # layers per token, L; they share one state and one memory
     n_head: int = 15  # memory heads, H; 0: no memory (the paper's GPN; with memory it is GPN+M)
     n_embd: int = 2496  # width of the state, C
-    d_emb: int = 768  # width of the token embedding and of the output head, E (inferred: gives table 1's 130M)
-    d_k: int = 128  # size of a memory head's keys, K
-    d_v: int = 256  # size of a memory head's values, D
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd in whole 128s (inferred from 6656 at 2496)
-    bptt_len: int | None = None  # truncated BPTT: gradients are cut at multiples of this many steps; None: never
-    segment_len: int = 32  # steps that the backward recomputes at a time: trades memory for time, same result
+    d_emb: int = 768  # width of the token embedding and output head, E (inferred: gives table 1's 130M)
+    d_k: int = 128  # key size of a memory head, K
+    d_v: int = 256  # value size of a memory head, D
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, to a multiple of 128 (inferred: 6656 at 2496)
+    bptt_len: int | None = None  # truncated BPTT: gradients stop at multiples of this many steps; None: never
+    segment_len: int = 32  # steps recomputed at a time in the backward pass: trades memory for time, same result
     scan: Literal['auto', 'loop', 'fast'] = 'auto'  # fast: scans/gpn.py; loop: the equations; auto: fast if unedited
-    decoder_bias: bool = False  # learned bias of the decoded vector (section 7.2; placed as in the official code)
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official code)
+    decoder_bias: bool = False  # learned bias in the decoder (section 7.2; placed as in the official code)
+    norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial embedding and read_out; others: `init_linear`
-    vocab_size: int = 32000  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 32000  # real token ids; rows from here on are padding
-    eos_id: int | None = None  # id that ends a document: state and memory restart; None: never (official code)
+    vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
+    eos_id: int | None = None  # end-of-document id: state and memory restart after it; None: never (official code)
 
     def __post_init__(self):
         if self.n_ids > self.vocab_size:
@@ -63,9 +64,9 @@ class Config:
 
 
 def init_linear(weight):
-    """JAX's lecun_normal for weight (outputs, inputs): a normal distribution truncated at two standard deviations.
+    """Initialise weight (outputs, inputs) as JAX's lecun_normal, a normal truncated at two sigma.
 
-    It is scaled up to offset the truncation, so that the weights' standard deviation is 1 / sqrt(inputs).
+    It is scaled up to offset the truncation: the standard deviation is 1 / sqrt(inputs).
     """
     std = weight.shape[1] ** -0.5 / 0.87962566103423978  # standard deviation of a unit normal truncated at 2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
@@ -73,33 +74,33 @@ def init_linear(weight):
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        """Normalize states x (..., C), in fp32 or wider. The result has the weights' dtype, ready for a product."""
+        """Normalize x (..., C) in its own dtype, fp32 or wider; return it in the weights' dtype."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
 
 
 def l2_normalize(x, eps=1e-6):
-    """Divide x (..., K) by its length; eps as in the official code."""
+    """Scale x (..., K) to length 1, with epsilon as in the official code."""
     return x * (x.square().sum(-1, keepdim=True) + eps ** 2).rsqrt()
 
 
 def read(memory, x):
-    """M^T x for each head (M x in the paper): memory (B, H, K, D), x (B, H, K) -> (B, H, D).
+    """Return M^T x per head (M x in the paper): memory (B, H, K, D), x (B, H, K) -> (B, H, D).
 
-    Not a matrix product, because autocast would run it in bf16.
+    Does not use matmul, because autocast would run it in bf16.
     """
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
 class Write(nn.Module):
-    """MemWrite: stores the transition from the last grounded state to this one by the gated delta rule, eq. 8 to 10."""
+    """MemWrite, eq. 8 to 10: the gated delta rule stores the step between two grounded states."""
 
     def __init__(self, config):
         super().__init__()
         c, self.n_head = config, config.n_head
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
-        self.key = nn.Linear(c.n_embd, c.n_head * c.d_k)  # W_k and
+        self.key = nn.Linear(c.n_embd, c.n_head * c.d_k)  # W_k, eq. 8
         self.value = nn.Linear(c.n_embd, c.n_head * c.d_v, bias=False)  # W_v, eq. 8
-        self.beta = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_beta and
+        self.beta = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_beta, eq. 9
         self.decay = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_a, eq. 9
         rate = torch.empty(c.n_head).uniform_(0, 16).clamp(min=1e-8)
         self.log_rate = nn.Parameter(rate.log())  # A in eq. 9; initialised as in Gated DeltaNet
@@ -107,16 +108,16 @@ class Write(nn.Module):
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt, as in Gated DeltaNet
 
     def write_gate(self, g):
-        """beta (..., H) for grounded states g (..., C), eq. 9."""
+        """Return beta (..., H), eq. 9, for grounded states g (..., C)."""
         return torch.sigmoid(self.beta(self.norm(g)).to(g.dtype))
 
     def log_decay(self, g):
-        """gamma (..., H) for grounded states g (..., C), eq. 9, with the official code's bias."""
+        """Return gamma (..., H), eq. 9, for grounded states g (..., C), with the official bias."""
         a = self.decay(self.norm(g)).to(g.dtype)  # in fp32: bf16 would round a slow head's e^-0.001 to 1
         return -self.log_rate.exp() * F.softplus(a + self.dt_bias)
 
     def forward(self, last, g, memory):
-        """Grounded states of the last token and of this one (B, C), M (B, H, K, D) -> M after this token."""
+        """Return M after this token. last, g: previous and current grounded state, (B, C)."""
         def heads(x):  # (B, H size) -> (B, H, size), in the memory's dtype
             return x.to(memory.dtype).unflatten(-1, (self.n_head, -1))
 
@@ -128,22 +129,22 @@ class Write(nn.Module):
 
 
 class Layer(nn.Module):
-    """Predicts the next state: the sum of a gated carry-over, a feed-forward net and a read from the memory."""
+    """One prediction layer: gated input + feed-forward net + read from the memory."""
 
     def __init__(self, config):
         super().__init__()
         c, self.n_head, C = config, config.n_head, config.n_embd
-        self.gate_norm, self.gate = RMSNorm(C, c.norm_eps), nn.Linear(C, C)  # of Gate_p
-        self.ffn_norm, self.gate_up = RMSNorm(C, c.norm_eps), nn.Linear(C, 2 * c.n_ffn, bias=False)  # W_1^g, W_1^v and
+        self.gate_norm, self.gate = RMSNorm(C, c.norm_eps), nn.Linear(C, C)  # Gate_p
+        self.ffn_norm, self.gate_up = RMSNorm(C, c.norm_eps), nn.Linear(C, 2 * c.n_ffn, bias=False)  # W_1^g, W_1^v
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)  # W_2, eq. 5
         if c.n_head:
             self.read_norm, self.query = RMSNorm(C, c.norm_eps), nn.Linear(C, c.n_head * c.d_k)  # W_q, eq. 8
-            self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)  # W_rg and
+            self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)  # W_rg, eq. 11
             self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
 
     def forward(self, x, memory):
-        """x (B, C), the grounded state or the layer below, M (B, H, K, D) -> (B, C); eq. 7, without memory eq. 5."""
+        """Apply eq. 7 (eq. 5 without memory). x: grounded state or layer below, (B, C)."""
         ffn_gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
         gate = torch.sigmoid(self.gate(self.gate_norm(x)).to(x.dtype))  # in fp32, as in `Model.ground`
         y = gate * x + self.ffn_out(F.silu(ffn_gate) * up)  # Gate_p, FFN
@@ -151,12 +152,12 @@ class Layer(nn.Module):
             return y
         x_normed = self.read_norm(x)
         q = l2_normalize(F.relu(self.query(x_normed).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
-        memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads together
+        memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads at once
         return y + self.read_out(F.silu(self.read_gate(x_normed)) * memory_read)  # MemRead, eq. 11
 
 
 class Model(nn.Module):
-    write_type = Write  # subclasses may replace it: analysis/edits.py
+    write_type = Write  # for subclasses, see analysis/edits.py
 
     def __init__(self, config):
         super().__init__()
@@ -166,16 +167,16 @@ class Model(nn.Module):
         self.ground_norm, self.ground_gate = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)  # W_f, eq. 4
         self.write = self.write_type(c) if c.n_head else None
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.n_layer))
-        # W_dec of eq. 6 is head.weight @ decode.weight, with the head tied to the embedding (official code)
+        # W_dec of eq. 6 is head.weight @ decode.weight; the head is tied (official code)
         self.norm = RMSNorm(c.n_embd, c.norm_eps)
         self.decode = nn.Linear(c.n_embd, c.d_emb, bias=c.decoder_bias)
         self.head = nn.Linear(c.d_emb, c.vocab_size, bias=False)
         self.head.weight = self.embed.weight
         self.init_weights()
-        self.fast = pinned is not None and pinned(self, gpn) is not None  # whether scans/gpn.py may run
+        self.fast = pinned is not None and pinned(self, gpn) is not None  # use scans/gpn.py where it can run
 
     def init_weights(self):
-        """As in the official code."""
+        """Initialise all weights as in the official code."""
         for name, p in self.named_parameters():
             if name.endswith(('.bias', 'ground_gate.weight', '.gate.weight', 'ffn_out.weight')):
                 nn.init.zeros_(p)
@@ -187,16 +188,16 @@ class Model(nn.Module):
     # ---- the paper's equations ----
 
     def ground_input(self, idx):
-        """W_fuse RMSNorm(emb(x_t)), what each token adds to the state in eq. 4. idx (B, n) -> u (B, n, C)."""
+        """Return u = W_fuse RMSNorm(emb(x_t)), a term of eq. 4. idx: (B, n) -> u: (B, n, C)."""
         return self.fuse(self.embed_norm(self.embed(idx)))
 
     def ground(self, u, s):
-        """Last predicted state s (B, C), the token's u (B, C) -> g (B, C); eq. 4."""
+        """Return g, eq. 4, from the previous predicted state s and the token's u. All (B, C)."""
         gate = torch.sigmoid(self.ground_gate(self.ground_norm(s)).to(s.dtype))  # in fp32: bf16 rounds 0.999 to 1
         return gate * s + u  # Gate_f
 
     def predict(self, last, g, memory):
-        """Grounded states of the last token and of this one (B, C), M before it -> s (B, C), M; eq. 5, 7 to 11."""
+        """Return s (B, C), new M; eq. 5, 7 to 11. last, g: previous and current grounded state."""
         if self.write is not None:
             memory = self.write(last, g, memory)
         s = g
@@ -205,17 +206,17 @@ class Model(nn.Module):
         return s, memory
 
     def step(self, u, s, g, memory):
-        """One token: u (B, C) from `ground_input`; s, g, M after the token before (zeros at first) -> s, g, M."""
+        """Return s, g, M after a token. u: (B, C); s, g, memory: after the previous token."""
         last, g = g, self.ground(u, s)  # eq. 1
         s, memory = self.predict(last, g, memory)  # eq. 2
         return s, g, memory
 
     def head_input(self, s):
-        """W_dec RMSNorm(s) of eq. 6 up to the embedding table, which `head` multiplies by. s (..., C) -> (..., E)."""
+        """Return the head's inputs (..., E), eq. 6 up to the embedding table. s: (..., C)."""
         return self.decode(self.norm(s))
 
     def first_state(self, batch_size, device=None):
-        """s, g and M before the first token of a document: zeros, in fp32 or wider."""
+        """Return s, g, M at the start of a document: zeros, in fp32 or wider."""
         c, weight = self.config, self.fuse.weight
         wide = dict(device=device or weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
         s = torch.zeros(batch_size, c.n_embd, **wide)
@@ -223,11 +224,11 @@ class Model(nn.Module):
 
     @outside_graphs  # torch.compile would unroll all T steps; only `step` is compiled
     def loop(self, u, carry_mask=None, active=None, state=None, compiled=False):
-        """Apply `step` to n tokens, starting from state (s, g, M), or from `first_state` if None.
+        """Apply `step` to n tokens, starting from state (s, g, M) or, if None, from `first_state`.
 
-        u (B, n, C); carry_mask (B, n), False where a document starts; active (B, n), False where a row keeps its state;
-        None: True everywhere. Returns the predicted states (B, n, C) and the final s, g, M. Activation checkpointing:
-        the backward recomputes one segment of steps at a time.
+        u: (B, n, C). carry_mask: (B, n), False where a document starts. active: (B, n), False where
+        a row keeps its state. Returns the predicted states (B, n, C) and the last s, g, M.
+        Activation checkpointing: the backward pass recomputes one segment of steps at a time.
         """
         c, n, first = self.config, u.shape[1], self.first_state(len(u), u.device)
         step = torch.compile(self.step) if compiled else self.step
@@ -245,7 +246,7 @@ class Model(nn.Module):
 
         run = functools.partial(checkpoint, segment, use_reentrant=False) if torch.is_grad_enabled() else segment
         state, states = state or first, []
-        with torch.autocast('cpu', enabled=False):  # on CPU, bf16 would be slower here, and less exact
+        with torch.autocast('cpu', enabled=False):  # on CPU, bf16 is slower here and less exact
             for start in range(0, n, c.segment_len):
                 part, *state = run(start, *state)
                 states.append(part)
@@ -254,7 +255,7 @@ class Model(nn.Module):
     # ---- training ----
 
     def states(self, idx):
-        """Predicted states (B, T, C) of windows idx (B, T), in fp32 or wider."""
+        """Return the predicted states (B, T, C), in fp32 or wider. idx: (B, T)."""
         u, carry_mask = self.ground_input(idx), None
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         if self.config.eos_id is not None:
@@ -264,13 +265,13 @@ class Model(nn.Module):
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())[0]
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole sequences. idx (B, T) -> (B, T, E)."""
+        """Return the inputs of the output head. idx: (B, T) -> (B, T, E)."""
         return self.head_input(self.states(idx))
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token, eq. 3.
+        """Return {'loss', 'nll'}, mean nats per token (eq. 3). idx, targets: (B, T); -1 is ignored.
 
-        With documents on, positions whose input is eos do not count: the token after it is in another document.
+        With eos_id set, the target of an eos input is ignored: it starts another document.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -281,23 +282,23 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
-        """Summed negative log-likelihood of a chunk: h (N, E), targets (N,), -1 ignored."""
+        """Return the summed negative log-likelihood of a chunk. h: (N, E); targets: (N,)."""
         return (F.cross_entropy(at_least_fp32(self._logits(h)), targets, ignore_index=-1, reduction='sum'),)
 
     def _logits(self, h):
-        """Logits (..., V) of what the head multiplies, h (..., E): for the loss, evaluation and decoding."""
+        """Return logits over all V rows, for the loss and decoding. h: (..., E)."""
         return self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     # ---- decoding ----
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache for batch_size rows. Its size does not depend on max_tokens; its state is in fp32 or wider.
+        """Return an empty cache for batch_size rows. Its size does not depend on max_tokens.
 
-        The fast form copies the weights here: a cache keeps using the weights it was made with.
+        scans/gpn.py copies the weights here, so later weight updates do not reach this cache.
         """
         device = device or self.fuse.weight.device
         decoder = gpn.Decoder(self, device) if self.fast and gpn.runs_on(torch.device(device)) else self
@@ -305,27 +306,27 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py, for any n."""
+        """Append tokens (B, n), for any n; return next-token logits as in model_standard.py."""
         n, active, shift = tokens.shape[1], None, torch.zeros_like(tokens[:, :1])
         position = torch.arange(n, device=tokens.device)
-        if lengths is not None:  # align the rows on the right, so that all end at the same step
+        if lengths is not None:  # align rows on the right, so that all end at the same step
             shift = (n - lengths).unsqueeze(1)
             tokens, active = tokens.gather(1, (position - shift).clamp(min=0)), position >= shift
         h = self.head_input(cache.append(tokens, self.ground_input(tokens), active))
         cache.lengths += n if lengths is None else lengths
-        tail = shift.clamp(min=n - cache.max_run) + position[:cache.max_run]  # of a row's last max_run tokens
+        tail = shift.clamp(min=n - cache.max_run) + position[:cache.max_run]  # each row's last max_run tokens
         cache.hidden[:, :tail.shape[1]] = h.take_along_dim(tail.clamp(max=n - 1).unsqueeze(-1), 1)
         if not all_positions:
             h = h[:, -1]
-        elif lengths is not None:  # back to the left
+        elif lengths is not None:  # align on the left again
             h = h.take_along_dim((position + shift).clamp(max=n - 1).unsqueeze(-1), 1)
         return mask_padding(self._logits(h), self.config.n_ids)
 
     def advance(self, state, u, carry_mask=None, active=None):
-        """`loop` for a `Cache`: u (B, n, C), masks (B, n) or None -> predicted states (B, n, C).
+        """Run `loop` for a `Cache` and return the predicted states (B, n, C).
 
-        state: s (1, B, C), g and M alike, written in place; with n + 1 in place of 1, the state after each token is
-        written to the next entry.
+        state: s, g, M, each (1, B, ...), updated in place, or (n + 1, B, ...), which gets the state
+        after token t in entry t + 1. u: (B, n, C); masks: (B, n) or None.
         """
         n, states = u.shape[1], []
         size = n if len(state[0]) == 1 else 1
@@ -338,10 +339,9 @@ class Model(nn.Module):
         return torch.cat(states, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token: weights (2 forward, 4 backward), and products with the memory.
+        """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
 
-        The latter are the write's error and update, twice that in the backward and once more to recompute, and one read
-        per layer, twice that in the backward.
+        These are the write's error and update, with recomputation, and one read per layer.
         """
         c = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
@@ -349,27 +349,27 @@ class Model(nn.Module):
 
 
 def choose_rows(mask, a, b):
-    """Lists of tensors (B, ...): the rows of a where mask (B,) is True, of b elsewhere."""
+    """Return the rows of tensors a where mask (B,) is True, else those of b. Tensors: (B, ...)."""
     return [torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, y) for x, y in zip(a, b)]
 
 
 class Cache:
-    """State and memory of each row, now and before each of its last max_run tokens, which `rollback` returns to."""
+    """State and memory of each row, now and before each of the last max_run tokens (`rollback`)."""
 
     def __init__(self, decoder, eos_id, batch_size, max_tokens, max_run, width, device):
         self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, eos_id, max_tokens, max_run
-        ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)  # the row's last token ended a document
+        ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)  # True after the last token of a document
         state = *decoder.first_state(batch_size, device), ended
         self.history = [torch.stack([x] * (max_run + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # tokens held by each row
-        self.hidden = state[0].new_zeros(batch_size, max_run, width)  # of the last call's last tokens
+        self.hidden = state[0].new_zeros(batch_size, max_run, width)  # h of the last call's last tokens
 
     @property
     def nbytes(self):
         return sum(x.nbytes for x in (*self.history, self.lengths, self.hidden))
 
     def append(self, tokens, u, active):
-        """Take n steps: tokens (B, n), their u (B, n, C), active (B, n) or None -> predicted states (B, n, C)."""
+        """Run tokens (B, n) and return the predicted states (B, n, C). u, active: see `loop`."""
         (*state, ended), u, carry_mask = self.history, u.to(self.history[0].dtype), None
         early, m = max(0, tokens.shape[1] - self.max_run), min(tokens.shape[1], self.max_run)
         for x in self.history:
@@ -377,7 +377,7 @@ class Cache:
         if self.eos_id is not None:
             ends = tokens == self.eos_id
             ends = ends if active is None else torch.where(active, ends, ended[-1])
-            ends = torch.cat([ended[-1], ends], 1)  # of the token before the call, too
+            ends = torch.cat([ended[-1], ends], 1)  # including the token before the call
             carry_mask = ~ends[:, :-1]
             ended[-1 - m:] = ends[:, early:].T.unsqueeze(-1)
 
@@ -390,7 +390,7 @@ class Cache:
 
     @torch.no_grad()
     def rollback(self, n):
-        """Forget the last n tokens of the last `extend`: n an int, or (B,) int64 with one count per row."""
+        """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
         row = torch.arange(len(self.lengths), device=self.lengths.device)
         for x in self.history:
             x[-1].copy_(x[self.max_run - n + torch.zeros_like(row), row])

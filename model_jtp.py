@@ -1,15 +1,15 @@
 """Joint multi-token prediction (JTP, Ahn et al., 2025), a baseline of NextLat.
 
-A Transformer whose final vector h_t, besides predicting the next token, must tell enough of the future to predict
-x_{t+1+i} once x_{t+1} ... x_{t+i} are given, for i = 1 ... d. These predictions come from a small head, Fetch: one
-self-attention over h_t and the embeddings of the given tokens; it sees the past through h_t alone. Fetch also drafts.
+Besides the next token, the final hidden state h_t is trained to predict x_{t+1+i} when given the
+tokens x_{t+1} ... x_{t+i}, for i = 1 ... d. A small module, Fetch, makes these predictions (and
+drafts): one self-attention over h_t and the tokens' embeddings, so h_t is all it sees of the past.
 
 Read `Fetch.forward`, then `Model.forward`.
 
-    B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
+    B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
-    N  positions of a chunk of the loss   n  positions of one `extend` call; tokens of a draft
-    h  what the head multiplies           e  embeddings of the tokens that Fetch is given
+    N  positions of a chunk of the loss   n  tokens of one `extend` call or draft
+    h  inputs of the output head          e  embeddings of the tokens given to Fetch
 """
 from dataclasses import dataclass
 
@@ -35,22 +35,22 @@ from attn_kernels import (
 
 @dataclass
 class Config:
-    horizon: int = 1  # d: tokens ahead that are trained besides the next one
-    lambda_mtp: float = 1.0  # lambda_MTP: weight of the further tokens in the loss
+    horizon: int = 1  # d: number of tokens after the next one that are predicted
+    lambda_mtp: float = 1.0  # lambda_MTP: weight of these d predictions in the loss
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd up to a multiple of 128 (from parameter counts)
-    rope_theta: float = 10000.0  # base of the rotary wavelengths
-    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, up to a multiple of 128 (inferred from counts)
+    rope_theta: float = 10000.0  # base of the RoPE frequencies
+    norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = False  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
-    vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 50257  # real token ids; rows from here on are padding
-    pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official SPS code
-    eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
-    head_size = n_kv_head = rope_scaling = None  # not settings of this model: `check_shape` fills in the sizes
+    vocab_size: int = 50304  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
+    pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
+    eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
+    head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
         if self.horizon < 1:
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, rope, mask, cache=None):
-        """h: (B, T, C) -> (B, T, C). rope: cos and sin of the positions; cache: that of a decoding step."""
+        """Apply the block. h: (B, T, C) -> (B, T, C); rope: cos, sin; cache: only in decoding."""
         q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (3, -1, self.head_size)).unbind(2)
         q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
@@ -87,8 +87,8 @@ class Block(nn.Module):
 class Fetch(nn.Module):
     """JTP's head: causal self-attention over h_t and the embeddings of the tokens after it.
 
-    The paper says no more than that. Parameter counts exclude a feed-forward net; both norms, the sum with the
-    embedding and the rotation are inferred.
+    The paper gives no more detail. Its parameter counts rule out a feed-forward net. Both norms,
+    the residual connection from the embedding and the rotary embedding are inferred.
     """
 
     def __init__(self, config):
@@ -101,9 +101,9 @@ class Fetch(nn.Module):
         self.out_norm = nn.RMSNorm(C, config.norm_eps)
 
     def forward(self, h, e):
-        """h: (N, C), h_t; e: (N, d, C), emb(x_{t+1}) ... emb(x_{t+d}) -> (N, d, C).
+        """Return (N, d, C): for i = 1 ... d, the head's input to predict x_{t+1+i}.
 
-        The i-th of d results is what the head multiplies to predict x_{t+1+i}.
+        h: (N, C), h_t; e: (N, d, C), emb(x_{t+1}) ... emb(x_{t+d}).
         """
         x = torch.cat([h.unsqueeze(1), e], 1)
         rope = rope_table(torch.arange(x.shape[1], device=x.device), self.head_size, self.rope_theta)
@@ -123,40 +123,40 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        self._init_weights(self)  # as in model_nextlat: with the same seed, the same weights
+        self._init_weights(self)  # first, so that the same seed gives the weights of model_nextlat
         self.fetch = Fetch(config)
         self._init_weights(self.fetch)
 
     def _init_weights(self, module):
-        """Set every matrix: initialise anything that should start differently after it."""
+        """Initialise every matrix. Set other initial values after calling it."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=self.config.init_std * scale)
 
     def sees(self, q, k):
-        """The attention pattern: does the query q see the key k? Edit it, and the edit trains and decodes."""
+        """Return True where query q attends to key k. Used in training and in decoding."""
         return (k.pos <= q.pos) & (k.pos >= q.doc_start)
 
     def _run_blocks(self, idx, rope, mask, cache=None):
-        """idx: (B, T) -> the final normalised vectors (B, T, C)."""
+        """Return the final normalised hidden states. idx: (B, T) -> (B, T, C)."""
         h = self.embed(idx)
         for block in self.blocks:
             h = block(h, rope, mask, cache)
         return self.norm(h)
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole sequences. idx: (B, T) -> (B, T, C)."""
+        """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta)
         mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id))
         return self._run_blocks(idx, rope, mask)
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll', 'further_tokens'}: mean nats per token.
+        """Return {'loss', 'nll', 'further_tokens'}: mean nats per token. idx, targets: (B, T).
 
-        The loss is nll + lambda_mtp further_tokens, the mean over i = 1 ... d of a mean over positions. With documents
-        on, a prediction counts if the token and all inputs up to the one before it are in one document.
+        loss = nll + lambda_mtp further_tokens, averaged over i = 1 ... d and positions. Targets of
+        -1 are ignored, and with eos_id set, predictions across a document boundary are, too.
         """
         c, T = self.config, idx.shape[1]
         if c.eos_id is not None:
@@ -173,7 +173,7 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': nll.detach(), 'further_tokens': further.detach()}
 
     def _losses(self, targets, weights, h, e):
-        """The loss of a chunk and its two parts. targets, weights: (N, d + 1); h: (N, C); e: (N, d, C)."""
+        """Return loss, nll, further. targets, weights: (N, d + 1); h: (N, C); e: (N, d, C)."""
         states = torch.cat([h.unsqueeze(1), self.fetch(h, e)], 1)  # (N, d + 1, C)
         logits = at_least_fp32(self._logits(states)).flatten(0, 1)
         if not self.config.pad_rows_in_loss:
@@ -184,26 +184,26 @@ class Model(nn.Module):
         return nll + self.config.lambda_mtp * further, nll, further
 
     def _logits(self, h):
-        """Logits of all V rows. An edit here changes the loss, decoding and drafts alike."""
+        """Return logits over all V rows, for the loss, decoding and drafting."""
         return self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
-        """Named weights of a model_standard run. Fetch keeps its own; the logits are the same."""
+        """Add Fetch's initial weights to a model_standard run's weights; logits do not change."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('fetch.')} | tensors
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
+        """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype)
-        cache.given = torch.zeros_like(cache.hidden[..., 0], dtype=torch.int64)  # (B, max_run): what Fetch is given
+        cache.given = torch.zeros_like(cache.hidden[..., 0], dtype=torch.int64)  # (B, max_run): Fetch's input
         return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
+        """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
         last = cache.end(h)
@@ -224,11 +224,11 @@ class Model(nn.Module):
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention.
+        """Return training FLOPs per token at length T: 6 per matrix weight, plus attention.
 
-        Fetch reads d + 1 vectors for each token and gives d results.
+        Fetch has d + 1 inputs and d outputs per token.
         """
         c = self.config
-        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head runs for each i
+        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head also runs for each i
         weights += c.horizon * self.fetch.qkv.weight.numel() + (c.horizon - 1) * self.fetch.attn_out.weight.numel()
         return 6 * weights + 12 * c.n_layer * c.n_embd * (T + 1) / 2

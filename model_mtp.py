@@ -1,15 +1,16 @@
-"""Multi-token prediction ("Better & Faster Large Language Models via Multi-token Prediction", Gloeckle et al., 2024), a
-baseline of NextLat.
+"""Multi-token prediction (MTP), a baseline of NextLat.
 
-All blocks but the last are a shared trunk. The last block predicts the next token from it. d future blocks, one for
-each i = 1 ... d, predict the token after i more, x_{t+1+i}, from the same trunk. All of them share the final norm and
-the output head. The future blocks also draft: after one pass, the model has d tokens to verify.
+"Better & Faster Large Language Models via Multi-token Prediction", Gloeckle et al., 2024.
 
-Read `Model._run_blocks`, which is the idea, then `Model.forward`.
+The first L - 1 blocks are a shared trunk, and the last block predicts the next token from its
+output. d future blocks read the same output: block i = 1 ... d predicts x_{t+1+i}. All share the
+final norm and the output head. One forward pass therefore also drafts d tokens to verify.
 
-    B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
+Read `Model._run_blocks`, then `Model.forward`.
+
+    B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
-    n  positions of one `extend` call; tokens of a draft                 h  what the head multiplies
+    n  tokens of one `extend` call or draft                              h  inputs of the head
 """
 from dataclasses import dataclass
 
@@ -35,22 +36,22 @@ from attn_kernels import (
 
 @dataclass
 class Config:
-    horizon: int = 1  # d: tokens ahead that are trained besides the next one
-    lambda_mtp: float = 1.0  # lambda_MTP: weight of the further tokens in the loss
-    n_layer: int = 12  # blocks, L, the next token's last block included and the future blocks not
+    horizon: int = 1  # d: number of tokens after the next one that are predicted
+    lambda_mtp: float = 1.0  # lambda_MTP: weight of these d predictions in the loss
+    n_layer: int = 12  # blocks, L, including the next token's but not the d future blocks
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd up to a multiple of 128 (from parameter counts)
-    rope_theta: float = 10000.0  # base of the rotary wavelengths
-    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, up to a multiple of 128 (inferred from counts)
+    rope_theta: float = 10000.0  # base of the RoPE frequencies
+    norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = False  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
-    vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 50257  # real token ids; rows from here on are padding
-    pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official SPS code
-    eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
-    head_size = n_kv_head = rope_scaling = None  # not settings of this model: `check_shape` fills in the sizes
+    vocab_size: int = 50304  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
+    pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
+    eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
+    head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
         if self.horizon < 1:
@@ -74,7 +75,7 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, rope, mask, cache=None):
-        """h: (B, T, C) -> (B, T, C). rope: cos and sin of the positions; cache: that of a decoding step."""
+        """Apply the block. h: (B, T, C) -> (B, T, C); rope: cos, sin; cache: only in decoding."""
         q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (3, -1, self.head_size)).unbind(2)
         q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
@@ -94,27 +95,27 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        self._init_weights(self)  # as in model_nextlat: with the same seed, the same weights
+        self._init_weights(self)  # first, so that the same seed gives the weights of model_nextlat
         self.future = nn.ModuleList(Block(config, config.n_layer + i) for i in range(config.horizon))
         for block in self.future:
-            block.checkpoints = True  # memory hardly grows with the horizon
+            block.checkpoints = True  # so that memory hardly grows with the horizon
         self._init_weights(self.future)
 
     def _init_weights(self, module):
-        """Set every matrix: initialise anything that should start differently after it."""
+        """Initialise every matrix. Set other initial values after calling it."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=self.config.init_std * scale)
 
     def sees(self, q, k):
-        """The attention pattern: does the query q see the key k? Edit it, and the edit trains and decodes."""
+        """Return True where query q attends to key k. Used in training and in decoding."""
         return (k.pos <= q.pos) & (k.pos >= q.doc_start)
 
     def _run_blocks(self, idx, rope, mask, cache=None, n_future=0):
-        """What the head multiplies to predict x_{t+1}, then x_{t+1+i} for i = 1 ... n_future, from each t.
+        """Return the head's inputs for predicting x_{t+1}, ..., x_{t+1+n_future} from each t.
 
-        idx: (B, T) -> 1 + n_future of (B, T, C).
+        idx: (B, T) -> 1 + n_future tensors (B, T, C).
         """
         trunk = self._run_trunk(idx, rope, mask, cache)
         last_blocks = [self.blocks[-1], *self.future[:n_future]]
@@ -127,24 +128,24 @@ class Model(nn.Module):
         return h
 
     def _prepare(self, idx):
-        """rope and mask of whole sequences. idx: (B, T)."""
+        """Return rope and mask for whole sequences. idx: (B, T)."""
         c, T = self.config, idx.shape[1]
         mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id))
         return rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta), mask
 
     def trunk(self, idx):
-        """What enters the last blocks: the state that analysis/probes.py reads. idx: (B, T) -> (B, T, C)."""
+        """Return the trunk's output, which analysis/probes.py reads. idx: (B, T) -> (B, T, C)."""
         return self._run_trunk(idx, *self._prepare(idx))
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole sequences. idx: (B, T) -> (B, T, C)."""
+        """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         return self._run_blocks(idx, *self._prepare(idx))[0]
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll', 'further_tokens'}: mean nats per token.
+        """Return {'loss', 'nll', 'further_tokens'}: mean nats per token. idx, targets: (B, T).
 
-        The loss is nll + lambda_mtp further_tokens, the mean over i = 1 ... d of a mean over positions. With documents
-        on, a prediction counts if the token and all inputs up to the one before it are in one document.
+        loss = nll + lambda_mtp further_tokens, averaged over i = 1 ... d and positions. Targets of
+        -1 are ignored, and with eos_id set, predictions across a document boundary are, too.
         """
         c, T = self.config, idx.shape[1]
         if c.eos_id is not None:
@@ -161,7 +162,7 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': nll.detach(), 'further_tokens': further.detach()}
 
     def _losses(self, targets, weights, states):
-        """The loss of a chunk and its two parts. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
+        """Return loss, nll, further. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
         logits = at_least_fp32(self._logits(states)).flatten(0, 1)
         if not self.config.pad_rows_in_loss:
             mask_padding(logits, self.config.n_ids)
@@ -171,27 +172,27 @@ class Model(nn.Module):
         return nll + self.config.lambda_mtp * further, nll, further
 
     def _logits(self, h):
-        """Logits of all V rows. An edit here changes the loss, decoding and drafts alike."""
+        """Return logits over all V rows, for the loss, decoding and drafting."""
         return self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
-        """Named weights of a model_standard run. The future blocks keep theirs; the logits are the same."""
+        """Add the future blocks' initial weights to a model_standard run's weights."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('future.')} | tensors
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
+        """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         n_future = self.config.horizon if max_run > 1 else 0  # plain decoding needs no future blocks
         cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype, n_layer=self.config.n_layer + n_future)
-        cache.future = cache.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_run, d, C): `hidden` of each
+        cache.future = cache.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_run, d, C): h of each future block
         return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
+        """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         states = [self._run_blocks(run.tokens, run.rope, run.mask(), cache, n_future=cache.future.shape[2])
                   for run in cache.runs(tokens, lengths)]
         h, *future = (torch.cat(parts, 1) for parts in zip(*states))
@@ -203,7 +204,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def draft(self, token, cache, n, pick):
-        """Draft n tokens after token (B,), as in model_nextlat.py. No block runs."""
+        """Draft n tokens after token (B,), as in model_nextlat.py, without running any block."""
         first, cache.drafted = cache.drafted, cache.drafted + n
         states = cache.future[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
         logits = mask_padding(self._logits(states[:, first:first + n]), self.config.n_ids)
@@ -211,7 +212,7 @@ class Model(nn.Module):
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""
+        """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
-        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head runs for each i
+        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head also runs for each i
         return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * (T + 1) / 2

@@ -1,18 +1,19 @@
-"""NextLat: a Transformer that predicts its own next hidden state ("Next-Latent Prediction Transformers Learn Compact
-World Models").
+"""NextLat: a Transformer trained to predict its own next hidden state.
 
-The final vector h_t of a Transformer should be a belief state: all that the past says about the future. So besides the
-next token, a small network p_psi learns to predict the next vector h_{t+1} from h_t and the token x_{t+1}. The
-Transformer itself is unchanged. p_psi also drafts: applied to its own result, it proposes tokens for speculative
-decoding without running the Transformer, as many as you like.
+"Next-Latent Prediction Transformers Learn Compact World Models".
 
-Read `Model.forward` and `Model._losses`, then `draft`. The paper's baselines MTP, JTP and BST have their own files. All
-of them initialise the Transformer first, so that the same seed gives it the same weights.
+The final hidden state h_t should be a belief state: a summary of all that the past says about the
+future. So besides the next-token loss, a small network p_psi learns to predict h_{t+1} from h_t and
+the token x_{t+1}; the Transformer itself is unchanged. p_psi also drafts for speculative decoding:
+applied to its own output, it proposes any number of tokens without running the Transformer.
 
-    B  batch        T  positions          C  width, n_embd               V  vocabulary rows, padded
+Read `Model.forward` and `Model._losses`, then `draft`. The baselines MTP, JTP and BST have their
+own files. All initialise the Transformer first, so the same seed gives it the same weights.
+
+    B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads of size D    F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
-    HK key heads    n  positions of one `extend` call; tokens of a draft
-    h  a token's final vector, which the head multiplies                 h^ the vector that p_psi predicts for it
+    HK key heads    n  tokens of one `extend` call or draft
+    h  final hidden states, the inputs of the head                       h^ p_psi's prediction of h
 """
 from dataclasses import dataclass
 from math import inf
@@ -40,37 +41,37 @@ from attn_kernels import (
 
 @dataclass
 class Config:
-    objective: Literal['nextlat', 'ntp'] = 'nextlat'  # ntp: next tokens alone, GPT in the paper's tables
-    horizon: int = 1  # d: how many steps ahead p_psi is trained to predict
-    lambda_h: float = 1.0  # lambda_next-h: weight of the loss between h^ and h; 0: without it
-    state_loss: Literal['smooth_l1', 'mse'] = 'smooth_l1'  # that loss; mse: appendix, pretraining quirks
-    lambda_kl: float = 1.0  # lambda_KL: weight of the KL loss, or of the one that token_loss puts in its place; 0: none
-    token_loss: Literal['kl', 'ce'] = 'kl'  # ce: cross-entropy of h^'s softmax with the token (appendix, ablations)
-    stop_target: bool = True  # no gradient into the h that is to be predicted; False: appendix, ablations
-    stop_head: bool = True  # no gradient into the head from p_psi's softmax; False: appendix, ablations
+    objective: Literal['nextlat', 'ntp'] = 'nextlat'  # ntp: next-token loss only, GPT in the paper's tables
+    horizon: int = 1  # d: number of steps ahead that p_psi is trained to predict
+    lambda_h: float = 1.0  # lambda_next-h: weight of the loss between h^ and h; 0: off
+    state_loss: Literal['smooth_l1', 'mse'] = 'smooth_l1'  # loss between h^ and h; mse: appendix, pretraining quirks
+    lambda_kl: float = 1.0  # lambda_KL: weight of the loss that token_loss names; 0: off
+    token_loss: Literal['kl', 'ce'] = 'kl'  # kl: KL(p(h) || p(h^)); ce: cross-entropy of h^ (appendix, ablations)
+    stop_target: bool = True  # stop the gradient into the target h; False: appendix, ablations
+    stop_head: bool = True  # stop the head's gradient from losses on h^; False: appendix, ablations
     n_dynamics: int | None = None  # width of p_psi's two hidden layers; None: 3 n_embd (paper: 6528 at 2048)
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_kv_head: int | None = None  # key and value heads, HK, each read by H / HK query heads; None: n_head
+    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
     head_size: int | None = None  # D; None: n_embd / n_head
-    qkv_bias: bool = False  # biases of queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # an RMSNorm of each head's query and key before the rotation, as in Qwen3
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd up to a multiple of 128 (from parameter counts)
-    rope_theta: float = 10000.0  # base of the rotary wavelengths
-    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'; None: none
-    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, up to a multiple of 128 (inferred from counts)
+    rope_theta: float = 10000.0  # base of the RoPE frequencies
+    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = False  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
-    vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 50257  # real token ids; rows from here on are padding
-    pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official SPS code
-    eos_id: int | None = 50256  # the id that ends a document: attention and losses stop there; None: one document
+    vocab_size: int = 50304  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
+    pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
+    eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
 
     def __post_init__(self):
         if self.horizon < 1:
-            raise ValueError(f"horizon = {self.horizon}: expected at least 1; for none use objective = 'ntp'")
+            raise ValueError(f"horizon = {self.horizon}: expected at least 1, or objective = 'ntp' without p_psi")
         check_shape(self)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_dynamics = self.n_dynamics or 3 * self.n_embd
@@ -93,7 +94,7 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, rope, mask, cache=None):
-        """h: (B, T, C) -> (B, T, C). rope: cos and sin of the positions; cache: that of a decoding step."""
+        """Apply the block. h: (B, T, C) -> (B, T, C); rope: cos, sin; cache: only in decoding."""
         heads = [self.n_head, self.n_kv_head, self.n_kv_head]
         q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(heads, 2)
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
@@ -105,7 +106,7 @@ class Block(nn.Module):
 
 
 class Dynamics(nn.Module):
-    """p_psi: three linear layers with GELU between them (appendix, "More details"), here without biases."""
+    """p_psi: three linear layers with GELU (appendix, "More details"); no biases here."""
 
     def __init__(self, config):
         super().__init__()
@@ -118,7 +119,7 @@ class Dynamics(nn.Module):
 
     @checkpointed
     def forward(self, h, e):
-        """h: (..., C), e: (..., C), the embedding of the token after it -> h^ of that token (..., C)."""
+        """Return h^ of the next token, given h and that token's embedding e. All (..., C)."""
         x = self.norm(torch.cat([h, e], -1))
         return h + self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
@@ -140,7 +141,7 @@ class Model(nn.Module):
             self._init_weights(self.dynamics)
 
     def _init_weights(self, module):
-        """Set every matrix and bias: initialise anything that should start differently after it."""
+        """Initialise every matrix and bias. Set other initial values after calling it."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -149,45 +150,44 @@ class Model(nn.Module):
                 nn.init.zeros_(p)
 
     def sees(self, q, k):
-        """The attention pattern: does the query q see the key k? Edit it, and the edit trains and decodes."""
+        """Return True where query q attends to key k. Used in training and in decoding."""
         return (k.pos <= q.pos) & (k.pos >= q.doc_start)
 
     def _run_blocks(self, idx, rope, mask, cache=None):
-        """idx: (B, T) -> the final normalised vectors (B, T, C)."""
+        """Return the final normalised hidden states. idx: (B, T) -> (B, T, C)."""
         h = self.embed(idx)
         for block in self.blocks:
             h = block(h, rope, mask, cache)
         return self.norm(h)
 
     def p_psi(self, h, token):
-        """h_t (..., C) and the token x_{t+1} (...) -> h^_{t+1} (..., C), in training and in drafting."""
+        """Return h^_{t+1} from h_t (..., C) and x_{t+1} (...). Used in training and drafting."""
         return self.dynamics(h, self.embed(token))
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole sequences. idx: (B, T) -> (B, T, C)."""
+        """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
         mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id))
         return self._run_blocks(idx, rope, mask)
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll', parts}: mean nats per counted token.
+        """Return {'loss', 'nll', parts}, mean nats per token. idx, targets: (B, T); -1 is ignored.
 
-        The loss is the nll plus the parts, 'next_hidden' and 'kl' (or 'ce'), times their lambdas. Each part is the mean
-        over i = 1 ... d of a mean over positions (algorithm 1). Evaluation reports 'next_hidden' and 'kl' even where
-        they are not trained.
+        loss = nll + lambda_h next_hidden + lambda_kl kl (or ce). Each part is averaged over i =
+        1 ... d and over positions (algorithm 1). Evaluation always reports next_hidden and kl.
 
-        With documents on, positions whose input is eos do not count: the token after them starts another document. A
-        prediction of h_s from h_{s-i} counts where both are in one document. Where the target at s is -1, as on a
-        prompt, only its Smooth L1 counts (appendix, "More details").
+        With eos_id set, the target of an eos input is ignored: it starts another document. A
+        prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s is
+        -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
         """
         c, T = self.config, idx.shape[1]
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
-        states = [self.final_hidden(idx)]  # states[i][:, s]: h_s for i = 0, then h^_s, from h_{s-i} by i steps of p_psi
+        states = [self.final_hidden(idx)]  # states[i][:, s]: h_s (i = 0), or h^_s after i steps of p_psi from h_{s-i}
         for _ in range(self.horizon):
             predicted = self.p_psi(states[-1][:, :-1], idx[:, 1:])
-            states.append(F.pad(predicted, (0, 0, 1, 0)))  # the first i have no prediction
+            states.append(F.pad(predicted, (0, 0, 1, 0)))  # the first i positions have no prediction
         doc_start = 0 if c.eos_id is None else document_starts(idx, c.eos_id)
         age = torch.arange(T, device=idx.device).expand_as(idx) - doc_start  # positions since the document's start
         same_document = age.unsqueeze(-1) >= torch.arange(self.horizon + 1, device=idx.device)  # (B, T, d + 1)
@@ -199,7 +199,7 @@ class Model(nn.Module):
         return {'loss': loss} | dict(zip(['nll', *self._lambdas()], (part.detach() for part in parts)))
 
     def _lambdas(self):
-        """{part of the loss: its weight}, of the parts to compute."""
+        """Return {name: weight} of the loss parts to compute."""
         c = self.config
         if c.objective == 'ntp':
             return {}
@@ -208,9 +208,9 @@ class Model(nn.Module):
         return lambdas if self.training else {'next_hidden': 0.0, 'kl': 0.0} | lambdas
 
     def _losses(self, targets, token_weights, state_weights, h, *predicted):
-        """The loss of a chunk of N positions, and its parts: 'nll', then those of `_lambdas`.
+        """Return the loss of a chunk of N positions, the nll and the parts named by `_lambdas`.
 
-        targets: (N,); weights: (N, d + 1), column i for predictions i steps ahead; h and d times h^: (N, C).
+        targets: (N,); weights: (N, d + 1), column i for predictions i steps ahead; h, h^: (N, C).
         """
         c, lambdas = self.config, self._lambdas()
         log_p = self._log_probs(h)
@@ -235,36 +235,33 @@ class Model(nn.Module):
         return loss, nll, *parts.values()
 
     def _log_probs(self, h, frozen=False):
-        """Log-probabilities for the losses, fp32. h: (N, C) -> (N, V), or (N, n_ids) without the padding."""
+        """Return fp32 log-probabilities. h: (N, C) -> (N, V), or (N, n_ids) without padding."""
         logits = self._logits(h, frozen)
         if not self.config.pad_rows_in_loss:
             logits = logits[:, :self.config.n_ids]
         return at_least_fp32(logits).log_softmax(-1)
 
     def _logits(self, h, frozen=False):
-        """Logits of all V rows. An edit here changes the losses, decoding and drafts alike.
-
-        frozen: without a gradient into the head.
-        """
+        """Return logits over all V rows. frozen: without a gradient for the head's weights."""
         return F.linear(h, self.head.weight.detach()) if frozen else self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
-        """Named weights of a model_standard run. p_psi keeps its initial weights; the logits are the same."""
+        """Add p_psi's initial weights to a model_standard run's weights; logits do not change."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('dynamics.')} | tensors
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
+        """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype)
         cache.draft_states = torch.zeros_like(cache.hidden)  # (B, max_run, C): h^ of the drafted tokens
         return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n) to the cache and return their next-token logits, as in model_standard.py."""
+        """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
         last = cache.end(h)
@@ -272,11 +269,11 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def draft(self, token, cache, n, pick):
-        """Draft n tokens after token (B,), the one that follows those in the cache. The Transformer does not run.
+        """Draft n tokens after token (B,), which follows the cache. The Transformer does not run.
 
-        pick(logits (B, V)) -> token (B,), probs (B, V) draws a token. Returns the tokens (B, n) and the probabilities
-        (B, n, V) that they were drawn from. Call it again with the last drafted token to continue the draft, until the
-        next `extend` or `rollback`. Each row must have kept a token of the last `extend`.
+        pick(logits (B, V)) -> token (B,), probs (B, V) samples a token. Returns tokens (B, n) and
+        the probabilities (B, n, V) they were sampled from. Another call with the last drafted token
+        continues the draft. Each row must still hold a token of the last `extend`.
         """
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
@@ -290,9 +287,9 @@ class Model(nn.Module):
         return torch.stack(tokens, 1), torch.stack(probs, 1)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention.
+        """Return training FLOPs per token at length T: 6 per matrix weight, plus attention.
 
-        p_psi runs d times. The KL loss multiplies by the head d times more; if it is frozen, it gets no gradient.
+        p_psi runs d times, and so does the head for the KL loss, without weight gradient if frozen.
         """
         c = self.config
         flops = 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * (T + 1) / 2

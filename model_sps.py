@@ -1,33 +1,32 @@
-"""The State-Prediction Separation Transformer and its relatives.
+"""The State-Prediction Separation Transformer (SPS) and the paper's other two-stream models.
 
 "The State-Prediction Separation Hypothesis", arXiv 2607.01218.
 
-A standard Transformer's vectors both predict the next token and are the memory that later tokens read. Here every token
-x_i is followed by a learned <predict> token rho_i at the same position. In SPS itself the stream of x is the memory and
-that of rho makes the prediction. The weights are those of model_standard.py; only who sees whom differs (`METHODS`).
+In a standard Transformer, each hidden state both predicts the next token and serves as memory for
+later tokens. SPS gives each job its own stream: after every token x_i comes a learned <predict>
+token rho_i at the same position, the x stream is the memory, and the rho stream predicts. Weights
+are those of model_standard.py; the methods differ only in their attention pattern (`METHODS`).
 
-    x_1 rho_1  x_2 rho_2  ...  x_T rho_T, every rho_i = <predict>          eq. 3  `Model._run_blocks`
-    loss = mean over i of -log p(x_{i+1} | x_1, rho_1, ..., x_i, rho_i)    eq. 4  `Model.forward`, at rho alone
-    x_i   sees x_k for k <= i, and rho_k for i - w <= k < i                eq. 5  `Model.sees`
+    x_1 rho_1  x_2 rho_2  ...  x_T rho_T, every rho_i = <predict>         eq. 3  `Model._run_blocks`
+    loss = mean over i of -log p(x_{i+1} | x_1, rho_1, ..., x_i, rho_i)   eq. 4  `Model.forward`
+    x_i   sees x_k for k <= i, and rho_k for i - w <= k < i               eq. 5  `Model.sees`
     rho_i sees x_k for k <= i, and rho_k for i - w <= k <= i
 
           k  x: 0 1 2 3 4 5   rho: 0 1 2 3 4 5
-        i 0     #                  o                 '#' both x_i and rho_i see it
-          1     # #                # o               'o' rho_i alone
+        i 0     #                  o                 '#' seen by both x_i and rho_i
+          1     # #                # o               'o' seen by rho_i only
           2     # # #              # # o             w = 2
           3     # # # #            . # # o
           4     # # # # #          . . # # o
           5     # # # # # #        . . . # # o
 
-Read `METHODS`, `Model.sees`, `Model._run_blocks` and `Block.forward`. `extend` is all of decoding: the same blocks over
-a cache.
+Read `METHODS`, `Model.sees`, `Model._run_blocks` and `Block.forward`; for decoding, `extend`.
 
-    B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
-    L  layers       H  heads of size D    F  feed-forward width, 3 C            n  positions of one `extend` call
-    HK key and value heads
-    h  vectors of both streams as one sequence [x | rho] (B, 2 T, C), x (stream 0) before rho (stream 1). The paper
-       interleaves them; kept apart, the same attention takes less work
-    w  window of the stream that does not persist
+    B  batch size   T  positions          C  width, n_embd (d in the paper)   V  vocabulary, padded
+    L  layers       H  heads of size D    F  feed-forward width, 3 C          n  tokens per `extend`
+    HK key and value heads                w  window of the stream that is not persistent
+    h  hidden states of both streams as one sequence [x | rho]: (B, 2 T, C), x is stream 0 and rho 1
+       (the paper interleaves them; in this order, the same attention takes less work)
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -52,9 +51,9 @@ from attn_kernels import (
 )
 
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
-METHODS = {  # sections 4 and 5: (persistent streams, output stream); a stream that does not persist is windowed
+METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed
     'sps': (X, RHO),  # state in x, prediction in rho
-    'two_x_memory': (BOTH, RHO),  # rho is kept too: twice the memory
+    'two_x_memory': (BOTH, RHO),  # both streams persist: twice the memory
     'delayed_state': (RHO, RHO),  # rho does both jobs, one step after the input
     'reverse_sps': (RHO, X),  # state in rho, prediction in x
 }
@@ -62,30 +61,30 @@ METHODS = {  # sections 4 and 5: (persistent streams, output stream); a stream t
 
 @dataclass
 class Config:
-    method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # who sees whom: `METHODS`
-    window: int | None = 64  # w: past positions that a query sees of the windowed stream; None: all, as 2x Memory needs
-    predict_layers: int | None = None  # beyond the paper: rho in the top n layers only, x alone below; None: in all
-    predict_input: Literal['predict', 'token', 'state'] = 'predict'  # how rho_i starts: `_first_rho`
-    persistent_window: int | None = None  # omega of section 5's analysis: limits the persistent streams too; None: none
+    method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # the paper's method: `METHODS`
+    window: int | None = 64  # w: past positions of the windowed stream that a query sees; None: all (2x Memory)
+    predict_layers: int | None = None  # beyond the paper: run rho in the top n layers only; None: in all layers
+    predict_input: Literal['predict', 'token', 'state'] = 'predict'  # initial rho: <predict>; + x (token); + h (state)
+    persistent_window: int | None = None  # omega in section 5: a window on the persistent streams, too; None: off
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_kv_head: int | None = None  # key and value heads, HK, each read by H / HK query heads; None: n_head
+    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
     head_size: int | None = None  # D; None: n_embd / n_head
-    qkv_bias: bool = False  # biases of queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # an RMSNorm of each head's query and key before the rotation, as in Qwen3
+    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
-    attention: Literal['auto', 'triton'] = 'auto'  # triton: the hand-written kernels, on a GPU
-    rope_theta: float = 10000.0  # base of the rotary wavelengths
-    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'; None: none
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official SPS code)
+    attention: Literal['auto', 'triton'] = 'auto'  # triton: this repository's Triton kernels (GPU only)
+    rope_theta: float = 10000.0  # base of the RoPE frequencies
+    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = True  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
-    vocab_size: int = 50304  # rows of the embedding table, V: the real ids, <predict>, then padding
-    n_ids: int = 50257  # real token ids; row n_ids is <predict>
-    pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official code
-    eos_id: int | None = 50256  # the id that ends a document, at which attention stops; None: one endless document
+    vocab_size: int = 50304  # rows of the embedding table, V: token ids, <predict>, then padding
+    n_ids: int = 50257  # number of token ids; row n_ids is <predict>
+    pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official code
+    eos_id: int | None = 50256  # end-of-document id: attention does not cross it; None: one document
 
     def __post_init__(self):
         check_shape(self)
@@ -117,9 +116,10 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, rope, mask, queries, cache=None):
-        """h: (B, S T, C) of S streams -> (B, n_q, C), its part `queries`, a slice: in the last layer, one stream.
+        """Apply the block. h: (B, S T, C), S streams -> h[:, queries]: (B, n_q, C).
 
-        rope: cos and sin of the positions; mask: who sees whom, of this layer; cache: that of a decoding step.
+        queries: slice of positions to compute, one stream in the last layer; rope: cos, sin; mask:
+        this layer's attention mask; cache: only in decoding.
         """
         heads = [self.n_head, self.n_kv_head, self.n_kv_head]
         q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(heads, 2)  # eq. 7
@@ -137,7 +137,7 @@ class Model(nn.Module):
         self.config = config
         persistent, self.output = METHODS[config.method]
         windows = [config.persistent_window if stream in persistent else config.window for stream in BOTH]
-        self.w_x, self.w_rho = (2 ** 30 if w is None else w for w in windows)  # how far back each stream is seen
+        self.w_x, self.w_rho = (2 ** 30 if w is None else w for w in windows)  # how far back queries see each stream
         self.n_x_layers = config.n_layer - (config.predict_layers or config.n_layer)  # bottom layers with x alone
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # E; row n_ids is <predict>
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -145,7 +145,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        # This sets every matrix and bias: initialise anything that should start differently after it.
+        # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # official SPS code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -154,24 +154,24 @@ class Model(nn.Module):
                 nn.init.zeros_(p)
 
     def sees(self, q, k):
-        """Eq. 5: does the query q see the key k? Edit it, and the edit trains and decodes.
+        """Return True where query q attends to key k (eq. 5). Used in training and in decoding.
 
-        Within a step x_i comes before rho_i. A query sees its own step and w past ones; in Delayed State too, where the
-        paper counts w entries.
+        At the same position, x_i comes before rho_i. A query sees its own position and w past ones,
+        in Delayed State too, where the paper counts w entries.
         """
         earlier = (k.pos < q.pos) | ((k.pos == q.pos) & (k.stream <= q.stream))
         reach = torch.where(k.stream == 0, self.w_x, self.w_rho)
         return earlier & (q.pos - k.pos <= reach) & (k.pos >= q.doc_start)
 
     def streams(self, layer):
-        """The (key streams, query streams) of a layer: x alone at the bottom, the output's queries alone at the top."""
+        """Return a layer's (key streams, query streams). The last layer queries the output only."""
         keys = X if layer < self.n_x_layers else BOTH
         return keys, self.output if layer == self.config.n_layer - 1 else keys
 
     def _run_blocks(self, idx, rope, masks, cache=None):
-        """idx: (B, T) -> the final normalised vectors (B, T, C) of the output stream.
+        """Return the final normalised hidden states of the output stream. idx: (B, T) -> (B, T, C).
 
-        rope: cos and sin of both streams, one after the other; masks: {streams of a layer: mask}.
+        rope: cos, sin for the positions of [x | rho]; masks: {streams of a layer: mask}.
         """
         T, x = idx.shape[1], self.embed(idx)
         h = x
@@ -179,17 +179,17 @@ class Model(nn.Module):
             if layer == self.n_x_layers:
                 h = torch.cat([h, self._first_rho(x, h)], 1)
             keys, queries = self.streams(layer)
-            asking = slice(T * queries[0], T * (queries[-1] + 1))
-            h = block(h, [table[..., :len(keys) * T, :, :] for table in rope], masks[keys, queries], asking, cache)
+            positions = slice(T * queries[0], T * (queries[-1] + 1))
+            h = block(h, [table[..., :len(keys) * T, :, :] for table in rope], masks[keys, queries], positions, cache)
         return self.norm(h)
 
     def _first_rho(self, x, h):
-        """How the rho stream starts (B, T, C): as <predict> (eq. 3); beyond the paper, plus x or what x has become."""
+        """Return the first rho (B, T, C): <predict> (eq. 3); beyond the paper, + x or + h."""
         rho = self.embed.weight[self.config.n_ids].expand_as(x)
         return {'predict': rho, 'token': rho + x, 'state': rho + h}[self.config.predict_input]
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole sequences. idx: (B, T) -> (B, T, C)."""
+        """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device).repeat(2), c.head_size, c.rope_theta, c.rope_scaling)
         doc_start = document_starts(idx, c.eos_id)
@@ -200,9 +200,9 @@ class Model(nn.Module):
         return self._run_blocks(idx, rope, masks)
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token (eq. 4).
+        """Return {'loss', 'nll'}, mean nats per token (eq. 4). idx, targets: (B, T); -1 is ignored.
 
-        With documents on, positions whose input is eos do not count: the token after them starts another document.
+        With eos_id set, the target of an eos input is ignored: it starts another document.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -212,37 +212,37 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
-        """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
+        """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
         logits = at_least_fp32(self._logits(h))
         if not self.config.pad_rows_in_loss:
             mask_padding(logits, self.config.n_ids)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
-        """Logits of all V rows (eq. 10, before the softmax). An edit here changes the loss and decoding alike."""
+        """Return logits over all V rows (eq. 10 before the softmax), for the loss and decoding."""
         return self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def adopt(self, tensors):
-        """Named weights of a model_standard run. An empty row of <predict> gets a random vector."""
+        """Return a model_standard run's weights for this model; a zero <predict> row is redrawn."""
         embed, n_ids = tensors['embed.weight'].clone(), self.config.n_ids
         if not embed[n_ids:n_ids + 1].any():
             embed[n_ids:n_ids + 1].normal_(std=embed[:n_ids].std().item())
         return tensors | {'embed.weight': embed}
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
+        """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         return KVCache(self, batch_size, max_tokens, max_run, device, dtype, n_streams=2)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
+        """Append tokens (B, n) to the cache: a prompt, one token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
+        lengths: (B,) tokens per right-padded row, each >= 1. Returns the logits of each row's last
+        token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_run.
         """
         pairs = dict.fromkeys(map(self.streams, range(self.config.n_layer)))
         h = torch.cat([self._run_blocks(run.tokens, run.rope, {pair: run.mask(*pair) for pair in pairs}, cache)
@@ -251,17 +251,17 @@ class Model(nn.Module):
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""
+        """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c, C = self.config, self.config.n_embd
 
-        def mean_keys(reach):  # that a query sees of a stream, its own position included
+        def mean_keys(reach):  # keys of one stream per query, including its own position
             n_keys = min(reach + 1, T)
             return n_keys - n_keys * (n_keys - 1) / 2 / T
 
         x_keys, rho_keys = mean_keys(self.w_x), mean_keys(self.w_rho)
         pairs = {X: x_keys + rho_keys - 1, RHO: x_keys + rho_keys}  # x_i does not see rho_i
-        n_both = c.n_layer - self.n_x_layers - 1  # layers with queries of both streams: all but the last
+        n_both = c.n_layer - self.n_x_layers - 1  # layers with queries in both streams; the last has one
         total_pairs = self.n_x_layers * x_keys + n_both * (pairs[X] + pairs[RHO]) + pairs[self.output]
-        used = n_matrix_weights(self) + n_matrix_weights(self.blocks[self.n_x_layers:-1])  # these serve both streams
+        used = n_matrix_weights(self) + n_matrix_weights(self.blocks[self.n_x_layers:-1])  # again, for the 2nd stream
         used += 2 * C * c.n_kv_head * c.head_size  # keys and values of the other stream in the last layer
         return 6 * used + 12 * c.n_head * c.head_size * total_pairs

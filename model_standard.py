@@ -1,14 +1,14 @@
-"""The standard Transformer: the baseline of SPS ("The State-Prediction Separation Hypothesis", appendix A) and of GPN.
+"""The standard Transformer: the baseline of SPS (arXiv 2607.01218, appendix A) and of GPN.
 
-One stream of vectors, one per token, does two jobs: it predicts the next token, and it is the memory that later tokens
-read. Blocks are pre-normalised: rotary causal attention, then a SwiGLU feed-forward net. No biases, a weight-tied head.
+Each token's hidden state does two jobs: it predicts the next token, and later tokens attend to it
+as memory. A block is RMSNorm and causal attention with rotary embeddings, then RMSNorm and a SwiGLU
+feed-forward net. There are no biases, and the output head shares the embedding's weights.
 
-Read `Model.sees`, `Block.forward` and `Model.forward`. `extend` is all of decoding: the same blocks over a cache.
+Read `Model.sees`, `Block.forward`, `Model.forward`. `extend` decodes: the same blocks with a cache.
 
-    B  batch        T  positions          C  width, n_embd (d in the paper)     V  vocabulary rows, padded
-    L  layers       H  heads of size D    F  feed-forward width, 3 C            n  positions of one `extend` call
-    HK key and value heads
-    h  a token's vector
+    B  batch size   T  positions          C  width, n_embd (d in the paper)   V  vocabulary, padded
+    L  layers       H  heads of size D    F  feed-forward width, 3 C          n  tokens per `extend`
+    h  hidden states                      HK key and value heads
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -38,24 +38,24 @@ class Config:
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_kv_head: int | None = None  # key and value heads, HK, each read by H / HK query heads; None: n_head
+    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
     head_size: int | None = None  # D; None: n_embd / n_head
-    qkv_bias: bool = False  # biases of queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # an RMSNorm of each head's query and key before the rotation, as in Qwen3
+    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
-    window: int | None = None  # positions of the past that a query sees besides its own; None: all
-    attention: Literal['auto', 'triton'] = 'auto'  # triton: the hand-written kernels, on a GPU
-    rope_theta: float = 10000.0  # base of the rotary wavelengths
-    rope_scaling: str | None = None  # Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'; None: none
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm (official SPS code)
+    window: int | None = None  # past positions that a query sees besides its own; None: all
+    attention: Literal['auto', 'triton'] = 'auto'  # triton: this repository's Triton kernels (GPU only)
+    rope_theta: float = 10000.0  # base of the RoPE frequencies
+    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
-    init: Literal['normal', 'torch'] = 'normal'  # normal: every matrix by init_std; torch: linear layers as nn.Linear
+    init: Literal['normal', 'torch'] = 'normal'  # normal: N(0, init_std^2) for all matrices; torch: nn.Linear's default
     tied_head: bool = True  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
-    vocab_size: int = 50304  # rows of the embedding table, V: the real ids, then padding
-    n_ids: int = 50257  # real token ids; rows from here on are padding
-    pad_rows_in_loss: bool = True  # the padding takes part in the training softmax, as in the official code
-    eos_id: int | None = 50256  # the id that ends a document, at which attention stops; None: one endless document
+    vocab_size: int = 50304  # rows of the embedding table, V: token ids, then padding
+    n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
+    pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official code
+    eos_id: int | None = 50256  # end-of-document id: attention does not cross it; None: one document
 
     def __post_init__(self):
         check_shape(self)
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, rope, mask, cache=None):
-        """h: (B, T, C) -> (B, T, C). rope: cos and sin of the positions; cache: that of a decoding step."""
+        """Apply the block. h: (B, T, C) -> (B, T, C); rope: cos, sin; cache: only in decoding."""
         heads = [self.n_head, self.n_kv_head, self.n_kv_head]
         q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(heads, 2)  # eq. 7
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
@@ -94,17 +94,17 @@ class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.reach = 2 ** 30 if config.window is None else config.window  # positions of the past that a query sees
+        self.reach = 2 ** 30 if config.window is None else config.window  # past positions that a query sees
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        # This sets every matrix and bias: initialise anything that should start differently after it.
+        # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if config.init == 'torch' and not name.startswith('embed.'):
-                continue  # nn.Linear has initialised it
+                continue  # keeps nn.Linear's initialisation
             if p.dim() >= 2:  # official SPS code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=config.init_std * scale)
@@ -112,18 +112,18 @@ class Model(nn.Module):
                 nn.init.zeros_(p)
 
     def sees(self, q, k):
-        """The attention pattern: does the query q see the key k? Edit it, and the edit trains and decodes."""
+        """Return True where query q attends to key k. Used in training and in decoding."""
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
     def _run_blocks(self, idx, rope, mask, cache=None):
-        """idx: (B, T) -> the final normalised vectors (B, T, C)."""
+        """Return the final normalised hidden states. idx: (B, T) -> (B, T, C)."""
         h = self.embed(idx)
         for block in self.blocks:
             h = block(h, rope, mask, cache)
         return self.norm(h)
 
     def final_hidden(self, idx):
-        """What the head multiplies, for whole sequences. idx: (B, T) -> (B, T, C)."""
+        """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
         mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id),
@@ -131,9 +131,9 @@ class Model(nn.Module):
         return self._run_blocks(idx, rope, mask)
 
     def forward(self, idx, targets):
-        """idx, targets: (B, T) int64, target -1 ignored -> {'loss', 'nll'}: mean nats per counted token.
+        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
 
-        With documents on, positions whose input is eos do not count: the token after them starts another document.
+        With eos_id set, the target of an eos input is ignored: it starts another document.
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
@@ -143,30 +143,30 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
-        """Summed negative log-likelihood, without holding the logits of all positions. h: (N, C), targets: (N,)."""
+        """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
         logits = at_least_fp32(self._logits(h))
         if not self.config.pad_rows_in_loss:
             mask_padding(logits, self.config.n_ids)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
 
     def _logits(self, h):
-        """Logits of all V rows (eq. 10, before the softmax). An edit here changes the loss and decoding alike."""
+        """Return logits over all V rows (eq. 10 before the softmax), for the loss and decoding."""
         return self.head(h)
 
     def logits(self, idx):
-        """Next-token logits at every position. idx: (B, T) -> (B, T, V); -inf for ids that only pad the vocabulary."""
+        """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
     def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        """An empty cache of batch_size rows of up to max_tokens tokens; calls of up to max_run have static shapes."""
+        """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         return KVCache(self, batch_size, max_tokens, max_run, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given: a prompt, a token, or a draft to verify.
+        """Append tokens (B, n) to the cache: a prompt, one token, or a draft to verify.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions. Calls of
-        n <= cache.max_run have static shapes and never wait for the device.
+        lengths: (B,) tokens per right-padded row, each >= 1. Returns the logits of each row's last
+        token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_run.
         """
         h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
                        for run in cache.runs(tokens, lengths)], 1)
@@ -174,8 +174,8 @@ class Model(nn.Module):
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
-        """Matmul FLOPs of training one token in sequences of T: weights (2 forward, 4 backward), and attention."""
+        """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
         n_keys = min(self.reach + 1, T)
-        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # that a query sees, mean over the sequence
+        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # keys per query, mean over the sequence
         return 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * keys

@@ -1,11 +1,11 @@
-"""Tokenizes a Hugging Face dataset, or local files, into the shards that train.py reads.
+"""Tokenize a Hugging Face dataset or local files into the shards that train.py reads.
 
-    python prepare_fineweb.py --max_tokens=51e9                     FineWeb-Edu in GPT-2 tokens, for all SPS runs
+    python prepare_fineweb.py --max_tokens=51e9                     FineWeb-Edu, for all SPS runs
     python prepare_fineweb.py --max_tokens=2e9 --out_dir=data/built/fw2b
     python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
     python train.py config/standard_xs.py --data=data/built/fw2b
 
-After an interruption, the same command continues behind its last full shard. See docs/data.md.
+Rerun the same command to continue after an interruption. See docs/data.md.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -38,71 +38,71 @@ from data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
-OF_FINEWEB = {'config': 'sample-350BT', 'val_share': 0.0005, 'val_hash': 'md5', 'shuffle': 200_000}  # official SPS code
-AHEAD = 2 ** 27  # characters read ahead, so that workers are busy while a shard is written
+FINEWEB_SETTINGS = dict(config='sample-350BT', val_share=0.0005, val_hash='md5', shuffle=200_000)  # official SPS code
+MAX_PENDING_CHARS = 2 ** 27  # characters queued for the workers, to keep them busy while a shard is written
 
 
 @dataclass
 class Settings:
-    out_dir: str = ''  # data folder to write; '': data/built/ and the source's name
-    config: str | None = None  # the dataset's configuration; None: its only one. FineWeb-Edu: sample-350BT
-    split: str = 'train'  # split of the dataset that is read; train and val are both made from it
-    text_field: str = 'text'  # field of a record that holds the document
-    id_field: str | None = 'id'  # field whose hash decides between train and val; None, and for .txt: the text itself
-    split_lines: bool = False  # a document is a line of a .txt file, not the whole file
-    split_at: str | None = None  # documents in a .txt file are separated by this text, such as <|endoftext|>
-    tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder with GPT-2's files
-    bos: bool = False  # start each document with the tokenizer's bos; its eos ends it in any case
-    max_tokens: int | None = None  # stop with the document that reaches so many tokens; None: read all
-    val_share: float = 0.001  # of the documents, validation data; raised where too few. FineWeb-Edu: 0.0005
-    val_hash: Literal['sha256', 'md5'] = 'sha256'  # of the id, by which documents are chosen for that. FineWeb-Edu: md5
-    shuffle: int = 0  # documents shuffled at a time, and the files' order; 0: as in the source. FineWeb-Edu: 200,000
-    shard_tokens: int = 100_000_000  # tokens of a shard; the document that fills it is its last
-    workers: int | None = None  # processes that encode; None: OMP_NUM_THREADS, or one per usable core
+    out_dir: str = ''  # data folder to write; '': data/built/<source name>
+    config: str | None = None  # dataset configuration; None: the only one. FineWeb-Edu: sample-350BT
+    split: str = 'train'  # dataset split to read; train and val are both taken from it
+    text_field: str = 'text'  # record field with the document's text
+    id_field: str | None = 'id'  # record field whose hash chooses train or val; None, or .txt files: the text
+    split_lines: bool = False  # treat each line of a .txt file as a document, not the whole file
+    split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>
+    tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder of GPT-2's files
+    bos: bool = False  # start each document with bos; every document ends with eos in any case
+    max_tokens: int | None = None  # stop after the document that reaches this many tokens; None: read all
+    val_share: float = 0.001  # validation fraction of the documents; raised if too few. FineWeb-Edu: 0.0005
+    val_hash: Literal['sha256', 'md5'] = 'sha256'  # hash of the id that chooses train or val. FineWeb-Edu: md5
+    shuffle: int = 0  # documents per shuffle block (files are shuffled too); 0: no shuffling. FineWeb-Edu: 200,000
+    shard_tokens: int = 100_000_000  # tokens per shard; a document is never split
+    workers: int | None = None  # tokenizer processes; None: OMP_NUM_THREADS, or one per usable core
 
 
 # ---- encoding in worker processes ----
 
 def start_worker(tokenizer_name: str, bos: bool) -> None:
     global tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(tokenizer_name, bos)
 
 
-def end_with_parent() -> None:
-    """End this worker when its parent ends, even if killed: workers hold the lock of the folder, too."""
+def exit_with_parent() -> None:
+    """Exit when the parent exits, even if it is killed: workers hold the lock of the folder too."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def encode(batch: list[tuple | None]) -> list[tuple | None]:
-    """[(split, text)] -> [(split, ids, bytes of the text)]; None stays None."""
+    """Tokenize [(split, text)] to [(split, ids, bytes of the text)]; None stays None."""
     return [found and (found[0], document_ids(tokenizer, found[1]), len(found[1].encode())) for found in batch]
 
 
 @contextmanager
 def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecutor]:
-    """Processes that `encode`. To be started before the source, which may run threads: a fork copies none of them."""
-    method = 'fork' if sys.platform == 'linux' else 'spawn'  # a fork spares the workers the imports
+    """Start the processes that run `encode`. Call it before the source starts threads."""
+    method = 'fork' if sys.platform == 'linux' else 'spawn'  # forked workers need not repeat the imports
     workers = s.workers or int(os.environ.get('OMP_NUM_THREADS') or usable_cores())
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
     try:
         pool.submit(os.getpid)
         yield pool
     except BrokenProcessPool:
-        raise UserError('a worker process was killed, perhaps for lack of memory: start again with fewer --workers')
+        raise UserError('a worker process was killed, perhaps for lack of memory: rerun with fewer --workers')
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield (next state, encoded batch) in order, while AHEAD characters are in the workers."""
+    """Yield (next state, encoded batch) in order, with up to MAX_PENDING_CHARS in the queue."""
     waiting = deque()
     for state, batch in batches:
         n_characters = sum(len(found[1]) for found in batch if found)
         waiting.append((state, n_characters, pool.submit(encode, batch)))
-        while sum(n for _, n, _ in waiting) > AHEAD:
+        while sum(n for _, n, _ in waiting) > MAX_PENDING_CHARS:
             state, _, future = waiting.popleft()
             yield state, future.result()
     for state, _, future in waiting:
@@ -112,34 +112,34 @@ def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple]) -> Iterator[tup
 # ---- progress that survives a kill ----
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError unless the folder is new, empty, or begun by this script and unfinished."""
+    """Raise UserError unless the folder is new, empty, or an unfinished preparation."""
     if (folder / 'meta.json').exists():
-        raise UserError(f'{folder} is complete (it has a meta.json) and can be used as it is: to prepare other data, '
-                        'remove it or give another --out_dir')
+        raise UserError(f'{folder} is already complete (it has a meta.json): to prepare other data, remove it or '
+                        'give another --out_dir')
     files = {path.name for path in folder.iterdir()} if folder.exists() else set()
     foreign = sorted(files - {'.lock', '.progress.json.writing'})
     if foreign and 'splits' not in (read_progress(folder) or {}):
-        raise UserError(f'{folder} has files that are not of a preparation ({", ".join(foreign[:3])}): give --out_dir '
-                        'a new or an empty folder')
+        raise UserError(f'{folder} contains other files ({", ".join(foreign[:3])}): give a new or empty folder with '
+                        '--out_dir')
 
 
 def read_progress(folder: Path) -> dict | None:
-    """Return the progress of an interrupted preparation: {'arguments', 'splits', 'state', 'left_out'}."""
-    path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if nothing else is in it'
+    """Return progress.json of an unfinished preparation, None if there is none."""
+    path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if it holds nothing else'
     return read_json(path, remedy) if path.exists() else None
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
-    """Write what the next start needs to continue: `state` of the source, and the shards as they are on disk."""
+    """Write progress.json, from which a rerun continues. state: of the source (`open_source`)."""
     writer.flush()
     write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'state': state,
                                           'left_out': left_out})
 
 
 @contextmanager
-def removed_on_failure(folder: Path) -> Iterator[None]:
-    """If the preparation fails before its first full shard, remove what it has written."""
-    check_folder(folder)  # again: it may have been finished before it was locked
+def cleanup_on_failure(folder: Path) -> Iterator[None]:
+    """If the preparation fails before its first full shard, delete what it has written."""
+    check_folder(folder)  # check again, now that the folder is locked
     try:
         yield
     except BaseException:
@@ -156,12 +156,12 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 # ---- main ----
 
 def prepare(name: str, s: Settings) -> None:
-    """Write the data folder of a source, or continue with it."""
+    """Write the data folder of a source, or continue writing it."""
     own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
     folder = Path(s.out_dir or BUILT / own_name)
-    check_folder(folder)  # before anything is written there, the lock included
+    check_folder(folder)  # before the lock file is written there
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
-    with locked(folder), removed_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
+    with locked(folder), cleanup_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
         read, source_checksum = open_source(name, s)
         arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
                      'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None}
@@ -169,10 +169,10 @@ def prepare(name: str, s: Settings) -> None:
         saved = read_progress(folder)
         if saved and saved['splits']:
             val_share, by_text = saved['arguments'].pop('fitting_share')
-            changed = [f'{key} = {saved["arguments"].get(key)!r} (now: {now!r})' for key, now in arguments.items()
+            changed = [f'{key} = {saved["arguments"].get(key)!r} (now {now!r})' for key, now in arguments.items()
                        if saved['arguments'].get(key) != now]
             if changed:
-                raise UserError(f'{folder} was begun with {", ".join(changed)}: use the same, or another --out_dir')
+                raise UserError(f'{folder} was started with {", ".join(changed)}: use the same, or another --out_dir')
             n_documents = sum(split['documents'] for split in saved['splits'].values())
             print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
         else:
@@ -181,20 +181,20 @@ def prepare(name: str, s: Settings) -> None:
         arguments['fitting_share'] = val_share, by_text
         writer = ShardWriter(folder, tokenizer, s.shard_tokens, saved['splits'])
         if not saved['splits']:
-            save_progress(folder, arguments, writer, None, 0)  # marks the folder as ours
+            save_progress(folder, arguments, writer, None, 0)  # marks the folder as an unfinished preparation
         batches = with_splits(read(saved['state']), val_share, by_text, s.val_hash)
         left_out = fill(writer, encoded(pool, batches), s.max_tokens, arguments, saved['left_out'])
         writer.finish()
         (folder / 'progress.json').unlink()
     if left_out:
-        print(f'{left_out:,} records without a text in field {s.text_field!r} were left out')
+        print(f'{left_out:,} records without text in field {s.text_field!r} were skipped')
     for split, info in sorted(writer.splits.items()):
         print(f'{split}: {info["documents"]:,} documents, {info["tokens"]:,} tokens in {len(info["shards"])} shards')
     print(f'{folder} is ready: {training_command(folder, writer.splits)}')
 
 
 def fill(writer: ShardWriter, batches: Iterator[tuple], max_tokens: int | None, arguments: dict, left_out: int) -> int:
-    """Add encoded batches to the writer, up to max_tokens. Return how many records had no text."""
+    """Write encoded batches until max_tokens. Returns the number of records without text."""
     begin, start, last = writer.n_tokens, time.time(), time.time()
     for state, batch in batches:
         is_full = False
@@ -215,7 +215,7 @@ def fill(writer: ShardWriter, batches: Iterator[tuple], max_tokens: int | None, 
 
 
 def training_command(folder: Path, splits: dict) -> str:
-    """Return a command that trains on the data: a model for that much of it, with windows that both splits have."""
+    """Return a command that trains on the data, with model and block_size chosen for its size."""
     n_train, longest = splits['train']['tokens'], min(splits['train']['tokens'] // 2, splits['val']['tokens'] - 1)
     config = 'standard_xs' if n_train >= 10 ** 8 and longest >= 4096 else 'quickstart'
     window = [f'--block_size={longest}'] if longest < 256 else []
@@ -227,11 +227,11 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, given = load_settings(Settings, argv)
         if len(positional) > 1:
-            raise UserError(f'one source is expected, got {len(positional)}: {" ".join(positional)}; '
-                            "quote a pattern: 'texts/*.jsonl'")
+            raise UserError(f'expected one source, got {len(positional)}: {" ".join(positional)}. To match several '
+                            "files, quote the pattern: 'texts/*.jsonl'")
         name = positional[0] if positional else FINEWEB
         if name == FINEWEB:
-            s = dataclasses.replace(s, **{key: value for key, value in OF_FINEWEB.items() if key not in given})
+            s = dataclasses.replace(s, **{key: value for key, value in FINEWEB_SETTINGS.items() if key not in given})
         check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8),
                      val_share=(0, 1))
         prepare(name, s)

@@ -1,15 +1,15 @@
 """Generate text from a trained run.
 
     python sample.py out/quickstart "Return the" "Raised when" --max_new_tokens=100
-    python sample.py out/quickstart --temperature=0 -- "--all"               a prompt that begins with dashes, greedy
-    python sample.py out/quickstart --file=prompts.txt                        one prompt per line
-    python sample.py out/nextlat "Return the" --draft_len=auto                speculative: the model drafts for itself
-    python sample.py out/big "Return the" --draft=out/small --draft_len=4     another run drafts
+    python sample.py out/quickstart --temperature=0 -- "--all"    greedy; a prompt starting with -
+    python sample.py out/quickstart --file=prompts.txt            one prompt per line
+    python sample.py out/nextlat "Return the" --draft_len=auto    speculative: self-drafting
+    python sample.py out/big "Return the" --draft=out/small       speculative: another run drafts
 
-An empty prompt, "", is the start of a document: the text continues after eos. If the documents of the run's training
-data start with bos (prepare_fineweb.py --bos), every prompt does too, and an empty one is bos alone.
+An empty prompt "" starts a new document: generation continues after eos. If the training data was
+prepared with --bos, every prompt starts with bos, and an empty prompt is bos alone.
 
-`generate` and `speculative_generate` are the functions to import. They take prompts of different lengths as one batch.
+In Python, import `generate` and `speculative_generate`. Both batch prompts of different lengths.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from common.decoding import SAMPLING, generate, roomy_cache
+from common.decoding import SAMPLING, allocate_cache, generate
 from common.files import UserError, friendly_errors
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, same_vocabulary
@@ -33,87 +33,87 @@ from data.tokenizers import load_tokenizer
 
 @dataclass
 class Settings:
-    max_new_tokens: int | None = None  # tokens to generate per prompt; None: 200, or as many as fit the context
-    temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
-    top_k: int | None = None  # keep the k likeliest tokens, and any that tie with the last of them
-    top_p: float | None = None  # keep the likeliest tokens that together reach this probability
-    min_p: float | None = None  # keep tokens at least this fraction as likely as the likeliest
+    max_new_tokens: int | None = None  # tokens to generate per prompt; None: 200, or what fits the context
+    temperature: float = 1.0  # divides the logits; 0: greedy decoding
+    top_k: int | None = None  # sample from the k most likely tokens (and ties with the last of them)
+    top_p: float | None = None  # nucleus sampling: the smallest set of tokens with this total probability
+    min_p: float | None = None  # drop tokens below this fraction of the top token's probability
     seed: int = 0  # random seed
-    stop: str | None = None  # end a text where this string appears; \n means a newline
+    stop: str | None = None  # stop a text before this string; \n means a newline
     file: str | None = None  # read prompts from this file, one per line
     ignore_eos: bool = False  # continue after the end of a document
-    draft_len: str | None = None  # tokens to draft before each verification, or auto; None: plain, with --draft auto
-    draft: str | None = None  # run folder of a model that drafts; None: the model itself, if it can
-    device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
-    dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
+    draft_len: str | None = None  # speculative decoding: tokens per draft, or auto; None: auto with --draft, else off
+    draft: str | None = None  # run folder of the draft model; None: the model drafts for itself
+    device: Device = 'auto'  # auto: cuda if available, else cpu
+    dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
         check_ranges(self, max_new_tokens=(1, inf), **SAMPLING)
 
 
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
-    """Return the prompts from the command line and the file; UserError if there is none."""
+    """Return the prompts from the command line and --file. UserError if there is none."""
     if s.file:
         lines = Path(s.file).read_text(encoding='utf-8-sig', errors='replace').splitlines()
         texts = texts + [line for line in lines if line.strip()]
     if not texts:
-        raise UserError('there is no prompt: give text after the run folder or with --file')
+        raise UserError('no prompt: give text after the run folder, or --file=FILE')
     return texts
 
 
 def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tuple[list[list[int]], int]:
-    """Return the prompts' ids and the number of tokens to generate; UserError if they do not fit the context."""
+    """Return the prompts' ids and the number of new tokens. UserError if they do not fit."""
     block_size, eos_id = record['settings']['block_size'], record['data']['eos_id']
     prompts = [[*tokenizer.start, *tokenizer.encode(text)] if text else [*tokenizer.start] or [eos_id]
                for text in texts]
     longest, n_new = max(map(len, prompts)), s.max_new_tokens
-    room = block_size + 1 - longest  # the model does not read the last new token
+    room = block_size + 1 - longest  # the last new token is never fed back
     if n_new is None:
         n_new = min(200, max(room, 1))
     if n_new > room:
-        raise UserError(f'a prompt of {longest} tokens and {n_new} new ones do not fit the context of {block_size}: '
-                        'lower max_new_tokens, or shorten the prompt')
+        raise UserError(f'a prompt of {longest} tokens plus {n_new} new tokens exceeds the context of {block_size}: '
+                        'lower --max_new_tokens or shorten the prompt')
     return prompts, n_new
 
 
 def load_draft(folder, record: dict, device, dtype):
-    """Load the model of a run that drafts for the run of `record`; UserError if its tokenizer differs."""
-    draft, of_draft = load_run(folder, device, dtype)
-    if not same_vocabulary(of_draft['data'], record['data']):
-        raise UserError(f'the draft run {folder} has the tokenizer {of_draft["data"]["tokenizer"]}, the run '
-                        f'{record["data"]["tokenizer"]}: they must have one tokenizer')
+    """Load the draft model from a run folder. UserError if its tokenizer is not `record`'s."""
+    draft, draft_record = load_run(folder, device, dtype)
+    if not same_vocabulary(draft_record['data'], record['data']):
+        raise UserError(f'the draft run {folder} has tokenizer {draft_record["data"]["tokenizer"]}, but the run has '
+                        f'{record["data"]["tokenizer"]}: choose a draft run with the same tokenizer')
     return draft
 
 
 class Output:
-    """The generated texts, each up to the stop string. A single text is printed as it grows."""
+    """The generated texts, cut at the stop string. A single text is streamed."""
 
     def __init__(self, tokenizer, n: int, stop: str | None):
         self.tokenizer = tokenizer
         self.stop = (stop or '').replace('\\n', '\n').encode(errors='replace')
         self.texts = [b''] * n
-        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # holds back the start of a character
+        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # buffers incomplete characters
         self.n_shown = 0
 
     def finished(self, i: int, ids: list[int]) -> bool:
-        """Take the ids of text i so far. Returns True if it contains the stop string."""
+        """Receive the new ids of text i so far. Returns True if they contain the stop string."""
         text = self.tokenizer.decode(ids)
         is_stopped = bool(self.stop) and self.stop in text
         self.texts[i] = text.partition(self.stop)[0] if is_stopped else text
         if len(self.texts) == 1:
-            self.show(len(text) - max(0, len(self.stop) - 1))  # the last bytes may be the start of the stop string
+            self.show(len(text) - max(0, len(self.stop) - 1))  # hold back what may begin the stop string
         return is_stopped
 
     def show(self, end: int, final: bool = False) -> None:
-        """Print the part of the first text that was not printed yet, up to byte `end`."""
+        """Print the first text up to byte `end`, without the part already printed."""
         print(self.utf8.decode(self.texts[0][self.n_shown:max(end, self.n_shown)], final), end='', flush=True)
         self.n_shown = max(end, self.n_shown)
 
 
 def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], drafting: dict | None = None) -> None:
-    """Generate and print: a single text as its tokens arrive, several at the end.
+    """Generate and print the texts: a single one is streamed, several are printed at the end.
 
-    drafting: `draft` and `draft_len` of `speculative_generate`; None: plain decoding.
+    drafting: `draft` and `draft_len` for `speculative_generate`; None: plain decoding.
     """
     texts = [text.encode(errors='replace').decode() for text in texts]
     prompts, n_new = encode_prompts(s, tokenizer, record, texts)
@@ -128,7 +128,7 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
         new, statistics = speculative_generate(model, prompts, n_new, **options, **drafting)
         report = f'accepted {statistics.accepted_per_step:.2f} tokens per step'
     else:
-        cache = roomy_cache(model, prompts, n_new)
+        cache = allocate_cache(model, prompts, n_new)
         new = generate(model, prompts, n_new, cache=cache, **options)
         report = f'cache {cache.nbytes / 2**20:.1f} MiB'
     seconds = time.perf_counter() - start
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         s, positional, _ = load_settings(Settings, argv)
         if not positional:
-            raise UserError('which run? python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
+            raise UserError('no run given. Usage: python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
         run, *given = positional
         device = pick_device(s.device)
         dtype = decoding_dtype(s.dtype, device)
@@ -156,9 +156,9 @@ def main(argv: list[str] | None = None) -> None:
         if s.draft or s.draft_len:
             drafting = dict(draft=load_draft(s.draft, record, device, dtype) if s.draft else None,
                             draft_len=read_length(s.draft_len or 'auto'))
-            longest_draft(model, **drafting)  # raises UserError before anything is printed
+            longest_draft(model, **drafting)  # checks draft_len before anything is printed
             if getattr(model, 'sequential', False):
-                print('this model reads tokens one after the other: verifying a draft saves no time', file=sys.stderr)
+                print('speculative decoding saves no time here: this model reads tokens one by one', file=sys.stderr)
         write_texts(s, model, tokenizer, record, read_prompts(s, given), drafting)
 
 

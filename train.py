@@ -1,12 +1,12 @@
 """Train a language model.
 
-    python train.py config/quickstart.py                      a small model on this machine, in minutes
+    python train.py config/quickstart.py                      a small model, in minutes
     python train.py config/standard_s.py --learning_rate=3e-4 override any setting
-    torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs: same batches, same losses (docs/scale.md)
-    python train.py config/quickstart.py --resume             continue an interrupted run, on the same batches
-    python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   continue a finished run in a new folder
+    torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs, same batches
+    python train.py config/quickstart.py --resume             resume a run, same batches
+    python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   train a finished run further
 
-Read from top to bottom. A model needs `forward` and `logits`; docs/own_model.md lists what else it may have.
+Read this file from top to bottom. docs/own_model.md lists what a model must and may define.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -28,7 +28,7 @@ import torch
 
 from common import checkpoint, parallel, run_settings, runs
 from common.files import UserError, command, friendly_errors
-from common.machine import Device, DType, caught_signals, make_progress, pick_dtype, say, start_processes
+from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import counted, validation_loss
 from data import has_data, open_data
@@ -36,56 +36,56 @@ from data import has_data, open_data
 
 @dataclass
 class Settings:
-    """The defaults are those of the SPS paper, section 4. A config file only holds what differs."""
+    """Defaults follow the SPS paper, section 4. A config file only lists what differs."""
 
     # the run
-    model: str = 'standard'  # model_<name>.py; its Config fields are settings too
-    out_dir: str | None = None  # run folder; None: out/<name of the config file>
-    resume: bool = False  # continue the run in out_dir, on the same batches
-    overwrite: bool = False  # replace the run in out_dir
-    extend: str | None = None  # run folder to continue in a new out_dir, with more max_tokens; it is not changed
-    init_from: str | None = None  # run to start from: its weights, model settings and, without a config file, model
-    dry_run: bool = False  # check all settings, print sizes, costs and memory, and exit; works without the data
-    memory: float | None = None  # with --dry_run: GiB of a GPU that a step should fit in
-    seed: int = 1337  # for the initial weights, the data order and dropout
+    model: str = 'standard'  # trains model_<name>.py; the fields of its Config are settings too
+    out_dir: str | None = None  # run folder to write; None: out/<name of the config file>
+    resume: bool = False  # continue the run in out_dir from its last checkpoint
+    overwrite: bool = False  # delete the run in out_dir and start a new one
+    extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
+    init_from: str | None = None  # run to start from: weights, model settings and, without a config file, the model
+    dry_run: bool = False  # check the settings, print size, cost and memory, and exit; the data need not exist
+    memory: float | None = None  # with --dry_run: GPU memory in GiB that a step should fit into
+    seed: int = 1337  # random seed for the initial weights, the data order and dropout
     # data
-    data: str = 'data/built/fineweb_edu'  # data folder, or built-in data; a task's options: path_star:degree=2,length=5
-    make_data: str | None = None  # command that makes `data`, printed by a dry run; None: FineWeb-Edu's
-    assumed_ids: int = 50257  # size of the tokenizer, for a dry run without the data
-    documents: bool = True  # attention stops at document boundaries; False sets the model's eos_id to None
-    verify: bool = False  # compare every shard with its checksum before the first step
+    data: str = 'data/built/fineweb_edu'  # folder, built-in data, or a task with options: path_star:degree=2,length=5
+    make_data: str | None = None  # command that builds `data`, to print if it is missing; None: FineWeb-Edu's
+    assumed_ids: int = 50257  # tokenizer size that a dry run assumes if the data do not exist
+    documents: bool = True  # mask attention between documents; False sets the model's eos_id to None
+    verify: bool = False  # check the checksum of every shard before the first step
     # batch and length
     batch_size: int = 96  # sequences per optimizer step, over all processes and micro-batches
-    micro_batch_size: int = 8  # sequences per forward pass; changes memory and speed, not the result (docs/scale.md)
+    micro_batch_size: int = 8  # sequences per forward pass and process; affects memory and speed, not the result
     block_size: int = 4096  # tokens per sequence, T
-    max_tokens: int = 20_000_000_000  # tokens to train on, the decay included
+    max_tokens: int = 20_000_000_000  # tokens to train on, including the decay
     # optimizer
-    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for hidden matrices, with updates as large as AdamW's
-    learning_rate: float = 6e-4  # peak
-    min_lr: float | None = None  # at the end of the schedule; None: learning_rate / 10
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for hidden matrices, with AdamW-sized updates
+    learning_rate: float = 6e-4  # peak learning rate
+    min_lr: float | None = None  # learning rate at the end of the schedule; None: learning_rate / 10
     schedule: Literal['wsd', 'cosine', 'constant'] = 'wsd'  # after the warm-up; wsd: constant, then linear decay
     warmup_tokens: int = 50_000_000  # tokens of linear warm-up
     decay_fraction: float = 0.1  # fraction of max_tokens over which wsd decays
-    beta1: float = 0.9  # AdamW's decay of the gradient's running mean
-    beta2: float = 0.95  # AdamW's decay of the squared gradient's running mean
-    weight_decay: float = 0.1  # on tensors with two or more dimensions, the embedding included
-    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
+    beta1: float = 0.9  # AdamW's decay rate of the first moment
+    beta2: float = 0.95  # AdamW's decay rate of the second moment
+    weight_decay: float = 0.1  # for tensors with two or more dimensions, including the embedding
+    grad_clip: float = 1.0  # maximum gradient norm; 0: no clipping
     # evaluation and logging, in steps
-    eval_interval: int = 102  # steps between validation losses: 40M tokens (official SPS code)
-    eval_tokens: int = 10_000_000  # tokens of a validation loss; all of the validation data if it has fewer
-    eval_seed: int | None = 42  # for the random offsets of its windows, always the same; None: in order, from the start
-    acceptance_prompts: int = 0  # validation prompts on which each evaluation measures drafting, 5 tokens at a time
-    log_interval: int = 10  # steps between lines of log.jsonl
+    eval_interval: int = 102  # steps between evaluations; 102 are 40M tokens, as in the official SPS code
+    eval_tokens: int = 10_000_000  # validation tokens per evaluation; all of them if there are fewer
+    eval_seed: int | None = 42  # seed of the validation windows' offsets; None: windows in order from the start
+    acceptance_prompts: int = 0  # validation prompts for measuring how many drafted tokens are accepted; 0: none
+    log_interval: int = 10  # steps between lines in log.jsonl
     save_interval: int = 1000  # steps between checkpoints
-    keep_checkpoints: int = 2  # newest checkpoints kept, at least 2 in case one is damaged; wsd keeps one more
-    sample_tokens: int = 200  # tokens of the text generated after training
-    wandb_project: str | None = None  # also log there, if wandb is installed
+    keep_checkpoints: int = 2  # newest checkpoints to keep, at least 2 in case one is damaged; wsd keeps one more
+    sample_tokens: int = 200  # length of the text sample generated after training; 0: none
+    wandb_project: str | None = None  # Weights & Biases project to log to (needs wandb); None: log.jsonl only
     # machine
-    device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
-    dtype: DType = 'auto'  # of matrix products, weights are fp32; auto: bfloat16 on GPUs and on CPUs that have it
-    compile: bool | None = None  # torch.compile; None: on GPUs only (a CPU gains 1% to 20%)
-    parallel: Literal['ddp', 'fsdp'] = 'ddp'  # several processes: ddp copies the model, fsdp shards its weights
-    shard: int | None = None  # with fsdp: processes that share one copy of the weights; None: all
+    device: Device = 'auto'  # auto: cuda if available, else cpu
+    dtype: DType = 'auto'  # of matrix products, weights stay fp32; auto: bfloat16 on GPUs and CPUs with bf16 units
+    compile: bool | None = None  # use torch.compile; None: on GPUs only (on CPUs the gain is 1% to 20%)
+    parallel: Literal['ddp', 'fsdp'] = 'ddp'  # multi-GPU: ddp copies the model to each GPU, fsdp shards it
+    shard: int | None = None  # with fsdp: processes that share one sharded copy of the weights; None: all
     threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or all cores (docs/runs.md)
 
     def __post_init__(self):
@@ -95,7 +95,7 @@ class Settings:
                      decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9))
 
 
-BF16_PARAMETERS = 1_000_000  # CPUs with bf16 units gain from bf16 at this size; 4 layers x 128 (0.8M) may lose
+BF16_PARAMETERS = 1_000_000  # from this size on, bf16 pays off on CPUs that have it; at 0.8M it may be slower
 
 
 # ---- schedule and optimizer ----
@@ -117,7 +117,7 @@ def learning_rate(s: Settings, tokens: int) -> float:
 
 
 def make_optimizer(model: torch.nn.Module, s: Settings):
-    """Return the optimizer. Weight decay applies to tensors with two or more dimensions."""
+    """Return the optimizer. Tensors with fewer than two dimensions have no weight decay."""
     params = [p for p in model.parameters() if p.requires_grad]
     if s.optimizer == 'muon':
         from common.muon import MuonAndAdamW, hidden_matrices
@@ -135,8 +135,8 @@ def make_optimizer(model: torch.nn.Module, s: Settings):
 def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
     """Yield this process's micro-batches of a step: (idx, targets, share, loss_share, is_last).
 
-    idx, targets: (n, T) on the device. share: its part of the counted tokens of the global batch. loss_share: its part
-    of what the loss is a mean over, if that is something other than tokens (`model.loss_count`).
+    idx, targets: (n, T) on the device. share: fraction of the global batch's counted tokens.
+    loss_share: the same in units of `model.loss_count`, by default tokens.
     """
     rank, world, device = machine.rank, machine.world, machine.device
     mine = slice(rank * s.batch_size // world, (rank + 1) * s.batch_size // world)
@@ -146,7 +146,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
     counts = [counted(x, y, model.config.eos_id) for x, y in parts]
     loss_counts = [model.loss_count(x, y) for x, y in parts] if hasattr(model, 'loss_count') else counts
     total, loss_total = parallel.all_reduce(torch.tensor([sum(counts), sum(loss_counts)])).clamp(min=1).tolist()
-    if device.type == 'cuda':  # one asynchronous copy, which needs contiguous memory
+    if device.type == 'cuda':  # one asynchronous copy; pinning needs contiguous memory
         idx, targets = (t.contiguous().pin_memory().to(device, non_blocking=True) for t in (idx, targets))
         parts = zip(idx.tensor_split(n), targets.tensor_split(n))
     for i, (x, y) in enumerate(parts):
@@ -154,9 +154,9 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
 
 
 def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[dict, torch.Tensor]:
-    """Run one optimizer step. Returns this process's share of the mean of each loss part, and the gradient norm.
+    """Run one optimizer step. Returns this process's share of each loss part and the gradient norm.
 
-    ddp: the model as it is called (compiled, wrapped). skips: see `skip_if_not_finite`.
+    ddp: compiled and wrapped model. skips: see `skip_if_not_finite`.
     """
     torch.manual_seed(((s.seed << 32) + (step << 10) + machine.rank) % 2 ** 63)  # for dropout
     if hasattr(model, 'begin_step'):
@@ -165,40 +165,40 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[di
         group['lr'] = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
     parts = {}
     for idx, targets, share, loss_share, is_last in micro_batches(model, data, s, step, machine):
-        parallel.reduce_gradients(model, ddp, is_last)  # over processes, once per step
+        parallel.reduce_gradients(model, ddp, is_last)  # only on the last micro-batch
         with machine.autocast():
             out = ddp(idx, targets)
-        (out['loss'] * (loss_share * machine.world)).backward()  # DDP and FSDP average over processes
+        (out['loss'] * (loss_share * machine.world)).backward()  # because DDP and FSDP average over processes
         for name, value in out.items():
             parts[name] = parts.get(name, 0) + value.detach() * (share if name == 'nll' else loss_share)
-    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
+    norm = parallel.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     skip_if_not_finite(optimizer, norm, skips)
-    if machine.device.type != 'mps' or not optimizer.found_inf:  # Apple's AdamW ignores it before PyTorch 2.13
+    if machine.device.type != 'mps' or not optimizer.found_inf:  # before PyTorch 2.13, AdamW ignores it on Apple GPUs
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return parts, norm
 
 
 def skip_if_not_finite(optimizer, norm, skips):
-    """Make the next optimizer step a no-op if the gradient norm is not finite. Does not wait for the device.
+    """Make the next optimizer step a no-op if the gradient norm is not finite, without a GPU sync.
 
-    skips (3,), on the device: steps skipped since the last line of the log, in a row now, most in a row.
+    skips (3,), on the device: steps skipped since the last log line; in a row now; most in a row.
     """
     bad = (~norm.isfinite()).float()
-    optimizer.found_inf = bad  # the norm is the same on all processes
+    optimizer.found_inf = bad  # equal on all processes, like the norm
     in_a_row = (skips[1] + 1) * bad
     skips.copy_(torch.stack([skips[0] + bad, in_a_row, torch.maximum(skips[2], in_a_row)]))
 
 
 def read_skips(s, step, skips, lr) -> dict[str, int]:
-    """Return {'skipped': steps skipped since the last call}, {} for none. Raises UserError after three in a row."""
+    """Return {'skipped': steps skipped since the last call} or {}. UserError for three in a row."""
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
-        raise UserError(f'the gradients were not finite three steps in a row, at or before step {step}, at a learning '
-                        f'rate of {lr:.2e}; these steps changed nothing. {checkpoint.last_good(s.out_dir)}')
+        raise UserError(f'the gradients were not finite in three consecutive steps, at or before step {step}, with '
+                        f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.recovery_advice(s.out_dir)}')
     if not n_skipped:
         return {}
-    say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last line of the log, because '
+    say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last log line, because the '
         'gradients were not finite')
     skips[0] = 0
     return {'skipped': n_skipped}
@@ -208,9 +208,9 @@ def read_skips(s, step, skips, lr) -> dict[str, int]:
 
 @torch.no_grad()
 def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
-    """Return 'val', the validation loss in nats per token, 'val_<name>' for each further part of the loss, and scores.
+    """Return 'val' (validation loss, nats per token), 'val_<part>' for other loss parts and scores.
 
-    Only rank 0 computes scores: those of a task, and with acceptance_prompts the fraction of accepted drafts.
+    Only rank 0 computes scores: those of a task, or 'acceptance', the fraction of accepted drafts.
     """
     model.eval()
     with machine.autocast():
@@ -230,7 +230,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 # ---- the training run ----
 
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
-    """Return the model on its device, with seeded or s.init_from's weights, sharded if asked. Sets machine.dtype."""
+    """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
     torch.manual_seed(s.seed)
     model = runs.model_file(s.model).Model(config).to(machine.device)
     run_settings.describe(s, model, data)
@@ -240,7 +240,7 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
         load_initial_weights(s, record, model, idx.to(machine.device))
     machine.dtype = pick_dtype(s.dtype, machine.device.type, runs.count_parameters(model) >= BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
-    print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, products in '
+    print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}'
           + (f', weights sharded over {s.shard or machine.world} processes' if is_sharded else ''))
     if is_sharded:
@@ -250,7 +250,7 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
 
 
 class Records:
-    """What a run leaves in its folder: log.jsonl (and wandb), which rank 0 writes, and checkpoints."""
+    """The files of a run: log.jsonl (and wandb), written by rank 0, and checkpoints."""
 
     def __init__(self, s, config, data, machine, step):
         self.s, self.log, self.wandb = s, None, None
@@ -264,14 +264,14 @@ class Records:
         self.log = runs.open_log(s.out_dir, step)
         if s.wandb_project:
             import wandb
-            id_file = Path(s.out_dir) / 'wandb_id'  # of the run that --resume continues there
+            id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
             self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)},
                                     id=id_file.read_text() if id_file.exists() else None, resume='allow',
                                     allow_val_change=True)
             id_file.write_text(self.wandb.id)
 
     def write(self, line: dict) -> None:
-        """Append a line to the log, without values that are not finite: JSON has none."""
+        """Append a line to the log, without non-finite values, which JSON cannot represent."""
         line = {name: value for name, value in line.items() if math.isfinite(value)}
         if self.log:
             self.log.write(json.dumps(line) + '\n')
@@ -279,9 +279,9 @@ class Records:
             self.wandb.log(line, step=line['step'])
 
     def save(self, model, optimizer, step, seconds) -> None:
-        """Save a checkpoint. All processes call it."""
+        """Save a checkpoint. Call it on all processes."""
         if self.log:
-            os.fsync(self.log.fileno())  # never behind the checkpoint
+            os.fsync(self.log.fileno())  # so that the log is never behind the checkpoint
         checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
                                  runs.last_before_decay(self.s))
         if self.log:
@@ -289,7 +289,7 @@ class Records:
 
 
 class Meter:
-    """Measures training time and speed since the last line of the log. Evaluation and saving do not count."""
+    """Measure speed and training time, excluding evaluation and checkpointing."""
 
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
@@ -301,7 +301,7 @@ class Meter:
         self.since, self.since_step = time.perf_counter(), step
 
     def read(self, step) -> dict[str, float]:
-        """Return the log's values about speed and memory."""
+        """Return speed, memory and total training time for the log."""
         elapsed = time.perf_counter() - self.since
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
@@ -312,7 +312,7 @@ class Meter:
 
 
 def train(s, config, data, record, machine, argv):
-    """Train a model. record: config.json of the run that is continued, or None. argv: for the command that resumes."""
+    """Train a model. record: config.json of the run to continue. argv: the command line."""
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     optimizer = make_optimizer(model, s)
@@ -320,23 +320,23 @@ def train(s, config, data, record, machine, argv):
     if record:
         from common.continuing import restore
         step, seconds = restore(s, model, optimizer)
-    ddp = parallel.averaging_gradients(model, compiled, machine.device)
+    ddp = parallel.wrap_ddp(model, compiled, machine.device)
     records = Records(s, config, data, machine, step)
     if runs.extension_starts(s):
         records.save(model, optimizer, step, seconds)
     n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
-    print(f'run folder {s.out_dir}, from step {step}; Ctrl-C finishes the step, saves and stops')
+    print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
 
-    with caught_signals() as stop:
+    with catch_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < n_steps and not stopping:
-            stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # this step is the last
+            stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # stop after this step
             parts, norm = train_step(model, ddp, optimizer, data, s, step, machine, skips)
             step += 1
             log_due, save_due, eval_due = (step % n == 0 or step == n_steps for n in (
                 s.log_interval, s.save_interval, s.eval_interval))
-            save_due |= stopping or step == last_before_decay  # which --extend continues from
+            save_due |= stopping or step == last_before_decay  # --extend starts from last_before_decay
             if not (log_due or save_due or eval_due):
                 continue
             lr = optimizer.param_groups[0]['lr']
@@ -347,7 +347,7 @@ def train(s, config, data, record, machine, argv):
             progress(f'step {step}/{n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')
             if eval_due:
-                with parallel.whole_weights(model):
+                with parallel.gather_weights(model):
                     found = evaluate(model, compiled, data, s, machine)
                 further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
                 say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats per token'
@@ -366,8 +366,8 @@ def train(s, config, data, record, machine, argv):
 
 
 def finish(s, model, data, machine, seconds):
-    """Draw the loss curve, print a sample and what to do next."""
-    with parallel.whole_weights(model):
+    """Plot the loss curve, generate a sample and suggest the next commands."""
+    with parallel.gather_weights(model):
         if machine.rank > 0:
             return
         runs.plot_loss(s.out_dir)
@@ -379,7 +379,7 @@ def finish(s, model, data, machine, seconds):
     print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
           f'  {look}\n'
           f'  {s.out_dir}/loss.png is the loss curve, log.jsonl has its numbers\n'
-          f'  {command("train.py", "--help")}    lists every setting')
+          f'  {command("train.py", "--help")}    lists all settings')
 
 
 def print_sample(s, model, data, machine):
@@ -390,7 +390,7 @@ def print_sample(s, model, data, machine):
         new, = generate(model.eval(), [prompt], n_new, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)
     tokenizer = load_tokenizer(data.tokenizer)
     before, after = (tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new))
-    print(f'\na sample, with its prompt between the first two bars:\n|{before}|{after}\n')
+    print(f'\na sample, |prompt|continuation|:\n|{before}|{after}\n')
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -403,21 +403,21 @@ def main(argv: list[str] | None = None) -> None:
                 from common.dry_run import dry_run
                 dry_run(s, given, record, machine)
             else:
-                with parallel.rank_0_first():  # it builds data that do not exist yet
+                with parallel.rank_0_first():  # rank 0 builds missing data
                     if not has_data(s.data):
-                        from common.dry_run import explain_missing_data
-                        explain_missing_data(s, record)
+                        from common.dry_run import raise_missing_data
+                        raise_missing_data(s, record)
                     data = open_data(s.data)
                 if s.verify:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)
                 run_settings.check_settings(s, data, machine.world)
-                claim = runs.claimed(s.out_dir, not s.resume, s.overwrite)
+                claim = runs.locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)
     if machine.world > 1:
         sys.stdout.flush()
-        os._exit(0)  # gloo's threads sometimes abort a process that exits in the usual way
+        os._exit(0)  # a normal exit sometimes aborts in gloo's threads
 
 
 if __name__ == '__main__':

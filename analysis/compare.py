@@ -28,7 +28,7 @@ from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
 from common.run_settings import read_settings
-from common.runs import blank_run, count_parameters, model_file, read_log, read_run
+from common.runs import count_parameters, meta_run, model_file, read_log, read_run
 from common.settings import load_settings
 from common.validation import perplexity
 from data import open_data
@@ -202,7 +202,7 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
     rows = []
     for name, values in losses.items():
         run, loss, (low, high) = runs[name][0], statistics.mean(values), figures.interval(values)
-        settings, model = figures.settings_of(run), blank_run(run)
+        settings, model = figures.settings_of(run), meta_run(run)
         has_cache = getattr(model, 'new_cache', None)
         row = {'model': name, 'parameters': count_parameters(model),
                'state_bytes': model.new_cache(1, settings.block_size).nbytes if has_cache else None,

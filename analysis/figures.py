@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from common.continuing import MAY_CHANGE
-from common.files import UserError, command, friendly_errors, say_once
+from common.files import UserError, command, friendly_errors, warn_once
 from common.machine import pick_device, pick_dtype
-from common.runs import blank_run, count_parameters, load_run, read_log, read_run, run_data
+from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
 from data.shards import Data
 from train import Settings as TrainSettings
@@ -80,7 +80,7 @@ def settings_of(run: str) -> TrainSettings:
 
 def n_parameters(run: str) -> int:
     """Return the number of parameters of a run's model. Tied weights count once."""
-    return count_parameters(blank_run(run))
+    return count_parameters(meta_run(run))
 
 
 def final_loss(run: str) -> float:
@@ -99,7 +99,7 @@ def flops_per_token(run: str) -> float | None:
     """Return the matmul FLOPs per training token, or None if the model cannot compute them."""
     record = read_run(run)
     try:
-        return blank_run(run).flops_per_token(record['settings']['block_size'])
+        return meta_run(run).flops_per_token(record['settings']['block_size'])
     except Exception:  # the model file was edited since, or has no flops_per_token
         return None
 
@@ -162,7 +162,7 @@ def long_documents(data, least: int, most: int, n: int, seed: int | None = None)
     if seed is not None:
         random.Random(seed).shuffle(found)
     if len(found) < n:
-        say_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
+        warn_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
     return found[:n]
 
 

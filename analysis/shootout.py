@@ -28,7 +28,7 @@ from bench import decoding_speeds, markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
-from common.runs import blank_model, count_parameters, load_run
+from common.runs import count_parameters, load_run, meta_model
 from common.settings import load_settings
 from data import open_data
 from train import Settings as TrainSettings
@@ -93,7 +93,7 @@ def methods(s: Settings) -> dict[str, Method]:
 
 def blank(model: str, values: dict, data):
     """Return the model that train.py would build from these Config values, on the meta device."""
-    return blank_model(model, model_config(TrainSettings(model=model), values, data, None))
+    return meta_model(model, model_config(TrainSettings(model=model), values, data, None))
 
 
 def sized(method: Method, data, target: int) -> dict:

@@ -28,7 +28,7 @@ from analysis import figures
 from bench import markdown_table
 from common.decoding import SAMPLING, generate
 from common.files import UserError, write_file
-from common.machine import Device, DType, decoding_dtype, join_processes, own_device
+from common.machine import Device, DType, decoding_dtype, init_distributed, local_device
 from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
 from common.settings import check_ranges
@@ -143,8 +143,8 @@ def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('speculative RUN RUN ...', Settings, argv) as (s, runs):
-        join_processes('gloo')
-        device, tables = own_device(s.device), {}
+        init_distributed('gloo')
+        device, tables = local_device(s.device), {}
         dtype = decoding_dtype(s.dtype, device.type)
         for run in runs:
             model, record = load_run(run, device, dtype)

@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 
 from common import runs
-from common.decoding import Decoder, decodable, roomy_cache
+from common.decoding import Decoder, allocate_cache, decodable
 from common.files import UserError, friendly_errors
 from common.settings import load_settings
 
@@ -87,7 +87,7 @@ def decoding_speeds(models: dict, contexts, n_tokens: int, rounds: int = 5, step
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(model.embed.weight.device)
         model = decodable(model)
-        cache = roomy_cache(model, prompt.tolist(), (rounds + 1) * n_tokens)
+        cache = allocate_cache(model, prompt.tolist(), (rounds + 1) * n_tokens)
         for part in prompt[:, :-1].split(1024, 1):
             model.extend(part, cache)
         decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})

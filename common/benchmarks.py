@@ -1,4 +1,4 @@
-"""Benchmarks from local files, as published, for lm-eval's tasks. Nothing is downloaded."""
+"""Local benchmark files, as published, for lm-eval's tasks. Nothing is downloaded."""
 import json
 from pathlib import Path
 
@@ -6,16 +6,16 @@ from common.files import UserError
 
 
 def local_records(folder, task: str) -> list[dict]:
-    """Return a task's documents from a folder, with the fields that lm-eval's task reads.
+    """Return a task's documents from a folder, with the fields that lm-eval's task expects.
 
-    They are in TASK.jsonl, or in TASK_valid.jsonl, _val, _dev or _test. NAME_labels.lst beside NAME.jsonl may have the
-    labels, one a line.
+    Reads TASK.jsonl, or TASK_valid.jsonl, _val, _dev or _test. Labels may be in NAME_labels.lst
+    next to NAME.jsonl, one per line. Fields:
 
-    arc_easy, arc_challenge                          question {stem, choices} and answerKey, or query, choices, gold
-    piqa, social_iqa, hellaswag, winogrande, sciq    as published
-    lambada_openai, lambada_standard                 text, or context and continuation
-    wikitext, c4, books3, govreport                  page or text, one document a line
-    any other task of lm-eval                        the fields of its dataset on the hub
+    arc_easy, arc_challenge: question {stem, choices} and answerKey, or query, choices, gold
+    piqa, social_iqa, hellaswag, winogrande, sciq: as published
+    lambada_openai, lambada_standard: text, or context and continuation
+    wikitext, c4, books3, govreport: page or text, one document per line
+    other lm-eval tasks: the fields of the dataset on the hub
     """
     paths = [Path(folder) / f'{task}{part}.jsonl' for part in ('', '_valid', '_val', '_dev', '_test')]
     path = next(filter(Path.is_file, paths), None)
@@ -28,18 +28,18 @@ def local_records(folder, task: str) -> list[dict]:
         if labels.is_file():
             added = [{'label': int(label)} for label in labels.read_text().split()]
         for line, label in zip(lines, added, strict=True):
-            records.append(as_on_the_hub(json.loads(line) | label, task))
+            records.append(to_hub_fields(json.loads(line) | label, task))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f'{path}, record {len(records) + 1}, is not in the form of {task} ({type(error).__name__}: '
-                        f'{error})')
+        raise UserError(f'{path}, record {len(records) + 1}, does not have the fields of {task} '
+                        f'({type(error).__name__}: {error})')
     if not records:
-        raise UserError(f'{path} is empty')
+        raise UserError(f'{path} is empty: expected one JSON record per line')
     return records
 
 
-def as_on_the_hub(record: dict, task: str) -> dict:
-    """Return a record with the fields of the Hugging Face dataset that lm-eval's task is written for."""
-    if task.startswith('arc') and 'query' in record:  # question and answer already put together
+def to_hub_fields(record: dict, task: str) -> dict:
+    """Convert a record to the fields of the Hugging Face dataset that lm-eval's task reads."""
+    if task.startswith('arc') and 'query' in record:  # one string, "Question: ... Answer:"
         question = record['query'].removeprefix('Question:').removesuffix('Answer:').strip()
         labels = [str(i) for i in range(len(record['choices']))]
         choices = {'text': record['choices'], 'label': labels}
@@ -51,7 +51,7 @@ def as_on_the_hub(record: dict, task: str) -> dict:
         if 'continuation' in record:
             return {'text': f'{record["context"]} {record["continuation"].strip()}'}
         return {'text': str(record['text'])}
-    if task in ('wikitext', 'c4'):  # versions of lm-eval differ in which of them they read
+    if task in ('wikitext', 'c4'):  # lm-eval versions read one or the other
         text = record['page'] if 'page' in record else record['text']
         return record | {'page': text, 'text': text}
     if task == 'winogrande':
@@ -60,14 +60,14 @@ def as_on_the_hub(record: dict, task: str) -> dict:
 
 
 def task_files(entries: dict, data_dir, folder: Path) -> list[str]:
-    """Write lm-eval tasks that read local files: for each a YAML file in `folder` with its own definition of the rest.
+    """Write lm-eval tasks that read local files: one YAML file each, which includes lm-eval's own.
 
     entries: {task: its entry in the index of lm-eval's TaskManager}. Returns the paths.
     """
     paths = []
     for task, entry in entries.items():
         if entry.kind.name != 'TASK':
-            raise UserError(f'{task} is a group of lm-eval tasks: with --data_dir, name each of its tasks')
+            raise UserError(f'{task} is a group of lm-eval tasks: with --data_dir, name the tasks one by one')
         records = folder / f'{task}.jsonl'
         records.write_text(''.join(json.dumps(record) + '\n' for record in local_records(data_dir, task)))
         splits = [split for key, split in entry.cfg.items() if key.endswith('_split') and split]

@@ -1,6 +1,6 @@
-"""Checkpoints of a run folder. Their files are listed in docs/runs.md and, for --parallel=fsdp, docs/scale.md.
+"""Save and load the checkpoints of a run folder. docs/runs.md and docs/scale.md list their files.
 
-A checkpoint is written to a temporary folder, which is renamed when all files are on the disk.
+A checkpoint is written to a temporary folder, which is renamed once all files are on disk.
 """
 import json
 import os
@@ -13,43 +13,43 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, say_once, sha256, sync, write_json
+from common.files import UserError, sha256, sync, warn_once, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
 
-# common.sharding is imported where it is used: the import takes a second.
+# common.sharding is imported where it is used, because the import takes a second.
 
 
 # ---- weights ----
 
-def own_tensors(model: torch.nn.Module) -> dict:
-    """Return the tensors that a checkpoint of the model holds, by name: parameters, then persistent buffers."""
+def checkpoint_tensors(model: torch.nn.Module) -> dict:
+    """Return {name: tensor} of a model's checkpoint: parameters, then persistent buffers."""
     persistent = model.state_dict().keys()
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
 def check_weights(model: torch.nn.Module, tensors: dict, source) -> None:
     """Raise UserError unless the tensors have the model's names and shapes."""
-    own = own_tensors(model)
+    own = checkpoint_tensors(model)
     for name in own | tensors:
         have, want = (tuple(some[name].shape) if name in some else 'missing' for some in (tensors, own))
         if have != want:
-            raise UserError(f'{source} does not fit this model: {name} has shape {have}, the model needs {want}')
+            raise UserError(f'{source} does not fit this model: {name} has shape {have}, expected {want}')
 
 
 def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
-    """Copy named tensors into the model's parameters and buffers; UserError unless they fit."""
+    """Copy named tensors into the model's parameters and buffers. UserError on a mismatch."""
     check_weights(model, tensors, source)
-    own = own_tensors(model)
+    own = checkpoint_tensors(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 
 
-def not_finite(tensors: dict) -> str | None:
-    """Return the name of a tensor that holds a NaN or an infinity, else None. Checks this process's shards only."""
-    parts = {name: parallel.own_part(t) for name, t in tensors.items() if t.is_floating_point()}
-    # A NaN or an infinity makes the sum non-finite, and a sum is ten times as fast. A sum may also overflow.
+def first_nonfinite(tensors: dict) -> str | None:
+    """Return the name of a tensor with a NaN or an infinity in this process's shard, else None."""
+    parts = {name: parallel.local_shard(t) for name, t in tensors.items() if t.is_floating_point()}
+    # A sum is ten times faster than isfinite on all elements, but it may overflow.
     return next((name for name, t in parts.items() if not t.sum().isfinite() and not t.isfinite().all()), None)
 
 
@@ -57,22 +57,23 @@ def not_finite(tensors: dict) -> str | None:
 
 def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds: float, keep: int,
                   always: int | None = None) -> None:
-    """Save a checkpoint from which training continues exactly. All processes call it.
+    """Save a checkpoint from which training continues exactly. Call it on all processes.
 
-    Random streams need no state: they are functions of seed and step. keep, always: see `remove_older`.
+    Random state is not saved: it is a function of seed and step. keep, always: see `remove_older`.
     """
     names, is_sharded = {p: name for name, p in model.named_parameters()}, parallel.is_sharded(model)
     moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
     if is_sharded or parallel.rank() == 0:
-        save_checkpoint(folder, step, own_tensors(model) | moments, {'step': step, 'seconds': seconds}, is_sharded)
+        state = {'step': step, 'seconds': seconds}
+        save_checkpoint(folder, step, checkpoint_tensors(model) | moments, state, is_sharded)
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
 
 
 def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | None = None) -> tuple[int, float]:
-    """Load the newest undamaged checkpoint, of step up_to at most. Returns (step, seconds of training).
+    """Load the newest undamaged checkpoint up to step `up_to`. Returns (step, seconds of training).
 
-    (0, 0.0) if the run was stopped before its first. All processes of a sharded model call this together.
+    (0, 0.0) if there is no checkpoint yet. If the model is sharded, call it on all processes.
     """
     if not checkpoints(folder):
         return 0, 0.0
@@ -90,19 +91,19 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
 # ---- writing ----
 
 def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: bool = False) -> None:
-    """Write ckpt/step_<step> of a run folder, all or nothing.
+    """Write ckpt/step_<step> of a run folder atomically.
 
-    tensors: weights and, with a '/' in their names, the optimizer's moments; state: a dict for state.json. If tensors
-    are sharded, all processes call it. Raises UserError when the disk is full or a number is not finite.
+    tensors: weights and moments (a '/' in the name). state: a dict for state.json. Call it on all
+    processes if tensors are sharded. UserError if the disk is full or a tensor is not finite.
     """
-    ckpt, bad = Path(folder) / 'ckpt', not_finite(tensors)
-    if bad := parallel.first_given(bad) if is_sharded else bad:
-        raise UserError(f'after step {step}, {bad} holds numbers that are not finite, so no checkpoint is written. '
-                        + last_good(folder))
+    ckpt, bad = Path(folder) / 'ckpt', first_nonfinite(tensors)
+    if bad := parallel.first_not_none(bad) if is_sharded else bad:
+        raise UserError(f'{bad} contains NaN or infinity after step {step}, so no checkpoint was written. '
+                        + recovery_advice(folder))
     temporary = ckpt / f'.writing_{step:08d}'
     try:
         if parallel.rank() == 0:
-            for leftover in ckpt.glob('.writing_*'):  # of runs that were killed
+            for leftover in ckpt.glob('.writing_*'):  # from runs that were killed
                 shutil.rmtree(leftover)
             temporary.mkdir(parents=True)
             write_json(temporary / 'state.json', state)
@@ -118,35 +119,35 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
             publish(temporary, ckpt / f'step_{step:08d}')
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f'the checkpoint of step {step} could not be written to {ckpt}: {error}. Earlier ones are '
-                        'whole: free some space, then continue with --resume')
+        raise UserError(f'the checkpoint of step {step} could not be written to {ckpt}: {error}. Earlier checkpoints '
+                        'are intact: free some disk space, then continue with --resume')
 
 
-def last_good(folder) -> str:
-    """Return a sentence that names the newest checkpoint of a run that diverged."""
-    return (f'The last good checkpoint is {next(iter(checkpoints(folder)), "none")}: start another run with a lower '
-            f'learning_rate or more warmup_tokens, from its weights with --init_from={folder} or from the beginning')
+def recovery_advice(folder) -> str:
+    """Return advice for a run that diverged, with the name of its newest checkpoint."""
+    return (f'The last good checkpoint is {next(iter(checkpoints(folder)), "none")}: start a new run with a lower '
+            f'learning_rate or more warmup_tokens, from scratch or from these weights with --init_from={folder}')
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Add SHA256SUMS to a temporary folder, flush its files to the disk, and give it its final name."""
+    """Add SHA256SUMS to a temporary folder, flush its files to disk and give it its final name."""
     mode = (temporary / 'state.json').stat().st_mode
     names = sorted(path.name for path in temporary.iterdir())
     (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
     for path in temporary.iterdir():
-        path.chmod(mode)  # safetensors makes files that only their owner can read
+        path.chmod(mode)  # safetensors creates files that only their owner can read
         sync(path)
     sync(temporary)
-    if final.exists():  # a damaged one, which a resumed run has skipped
+    if final.exists():  # a damaged checkpoint that the resumed run skipped
         shutil.rmtree(final)
     os.replace(temporary, final)
     sync(final.parent)
 
 
 def remove_older(folder, step: int, keep: int, always: int | None) -> None:
-    """Keep the newest `keep` checkpoints up to `step` and the one of step `always`. Remove the others.
+    """Keep the newest `keep` checkpoints up to `step` and that of step `always`. Delete the others.
 
-    Those of higher steps are damaged: this run has resumed from an earlier one.
+    Checkpoints after `step` are damaged: this run resumed from an earlier one.
     """
     kept = [path for path in checkpoints(folder, step) if step_of(path) != always][:keep]
     for path in checkpoints(folder):
@@ -157,7 +158,7 @@ def remove_older(folder, step: int, keep: int, always: int | None) -> None:
 # ---- reading ----
 
 def checkpoints(folder, up_to: int | None = None) -> list[Path]:
-    """Return the checkpoint folders of a run, of step up_to at most, newest first."""
+    """Return the checkpoint folders of a run up to step `up_to`, newest first."""
     found = [path for path in Path(folder).glob('ckpt/step_*')
              if re.fullmatch(r'step_\d{8,}', path.name) and path.is_dir()]
     return sorted((p for p in found if up_to is None or step_of(p) <= up_to), key=step_of, reverse=True)
@@ -170,8 +171,8 @@ def step_of(checkpoint: Path) -> int:
 def load_checkpoint(folder, moments: bool = False, up_to: int | None = None, model=None) -> tuple[dict, dict]:
     """Load the newest undamaged checkpoint of a run folder: (state, {tensor name: tensor}).
 
-    Names each damaged one on stderr. Only JSON and safetensors are read, neither of which can run code. Shards are put
-    together, unless `model` is given, a sharded one: then all processes call it, and each fills its shards in place.
+    Warns about damaged ones. Reads only JSON and safetensors, which cannot run code. With a sharded
+    `model`, all processes call this and fill their shards in place; else shards are merged.
     """
     for path in checkpoints(folder, up_to):
         found = error = None
@@ -182,42 +183,42 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None, mod
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as caught:
             error = str(caught)
         if model is not None:
-            error = parallel.first_given(error)
+            error = parallel.first_not_none(error)
         if error is None:
             return found
-        say_once(f'checkpoint {path} is damaged ({error}); the one before it is tried')
+        warn_once(f'checkpoint {path} is damaged ({error}); trying the previous one')
     raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load')
 
 
 def read_checkpoint(path: Path, moments: bool, model, folder) -> tuple[dict, dict]:
-    """Read one checkpoint for `load_checkpoint`. Raises any of several errors if it is damaged."""
+    """Read one checkpoint for `load_checkpoint`. A damaged one may raise any kind of error."""
     shards = sorted(file.name for file in path.glob('shard-*'))
     if not moments:
         shards = [name for name in shards if name.endswith('-00001-of-00002.safetensors')]
     files = shards or FILES[:1 + moments]
     share = slice(None) if model is None else slice(parallel.rank(), None, parallel.world())
-    state = checked_state(path, files[share])
+    state = read_state(path, files[share])
     if model is None and not shards:
         tensors = {key: tensor for name in files for key, tensor in load_file(path / name).items()}
     else:
-        from common.sharding import fill, places_in, tensors_in_files
-        tensors = {key: t for key, t in tensors_in_files(path).items() if moments or '/' not in key}
+        from common.sharding import load_in_place, target_tensors, tensor_metadata
+        tensors = {key: t for key, t in tensor_metadata(path).items() if moments or '/' not in key}
         if model is None:
             tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in tensors.items()}
         else:
             check_weights(model, {key: tensor for key, tensor in tensors.items() if '/' not in key}, folder)
-            tensors = places_in(own_tensors(model), tensors)
-        fill(tensors, path)
-    if bad := not_finite(tensors):
-        raise ValueError(f'{bad} holds numbers that are not finite')
+            tensors = target_tensors(checkpoint_tensors(model), tensors)
+        load_in_place(tensors, path)
+    if bad := first_nonfinite(tensors):
+        raise ValueError(f'{bad} contains NaN or infinity')
     return state, tensors
 
 
-def checked_state(path: Path, files) -> dict:
-    """Return state.json of a checkpoint. Raises an error unless it and these files match SHA256SUMS."""
+def read_state(path: Path, files) -> dict:
+    """Return a checkpoint's state.json. Raises an error unless it and `files` match SHA256SUMS."""
     sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
     for name in sums:
-        if name.startswith('shard-') and not (path / name).exists():  # the other shards alone would look whole
+        if name.startswith('shard-') and not (path / name).exists():  # the remaining shards alone would look complete
             raise ValueError(f'{name} is missing')
     for name in ('state.json', *files):
         if sha256(path / name) != sums[name]:

@@ -1,8 +1,7 @@
-"""What a run takes over from another one: its settings, its weights and its place in the data.
+"""Settings, weights and log that a run inherits from another one: --resume, --extend, --init_from.
 
-With --resume, settings that are not given are those of the run in out_dir; with --extend, those of the run that is
-extended; with --init_from, the model's settings are those of the run whose weights are loaded. A resumed or extended
-run refuses changed settings, except `MAY_CHANGE`.
+Settings that are not given come from the run in out_dir (--resume) or the extended run (--extend),
+and may not change, except `MAY_CHANGE`. With --init_from, only the model's settings are inherited.
 """
 import json
 from dataclasses import asdict, fields, replace
@@ -14,18 +13,18 @@ from common import checkpoint, runs
 from common.files import UserError, write_file
 from common.settings import make_settings
 
-MAY_CHANGE = {  # on --resume; the last line has settings of models that only change memory and speed
+MAY_CHANGE = {  # on --resume; the last line lists model settings that only affect memory and speed
     'resume', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
     'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
-    'data',  # its folder; the content is compared by its checksum
+    'data',  # the folder may move; the checksum of its content must match
     'attention', 'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
 
 
 # ---- settings ----
 
-def with_model_of_run(argv: list[str]) -> list[str]:
-    """Return argv, with --model of the run that is continued, unless argv names a model or a config file."""
+def add_model_option(argv: list[str]) -> list[str]:
+    """Add --model of the run to continue to argv, unless argv names a model or a config file."""
     options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
     options = {name: value for name, value in options.items() if value not in ('None', 'False', 'false')}
     source = options.get('out_dir') if 'resume' in options else options.get('extend') or options.get('init_from')
@@ -35,7 +34,7 @@ def with_model_of_run(argv: list[str]) -> list[str]:
 
 
 def continued_settings(s, given: dict) -> tuple:
-    """Return (settings of the run that is resumed or extended, updated with `given`; its record)."""
+    """Return (settings of the run to resume or extend, updated with `given`; its config.json)."""
     folder = s.out_dir if s.resume else s.extend
     record = runs.read_run(folder)
     saved = make_settings(type(s), record['settings'], f'in {folder}/config.json')
@@ -44,7 +43,7 @@ def continued_settings(s, given: dict) -> tuple:
         check_extension(s, saved, given)
         may_change = MAY_CHANGE | {'extend', 'max_tokens'}
     if s.dtype == 'auto':
-        given.pop('dtype', None)  # the run has recorded the dtype that auto stood for
+        given.pop('dtype', None)  # the run recorded the dtype that auto chose
     known = asdict(saved) | asdict(runs.saved_config(record, folder))
     check_unchanged(folder, known, {name: value for name, value in given.items() if name not in may_change})
     own = {f.name for f in fields(s)}
@@ -52,36 +51,36 @@ def continued_settings(s, given: dict) -> tuple:
 
 
 def check_extension(s, saved, given: dict) -> None:
-    """Raise UserError unless the run s.extend, whose settings are `saved`, can be made longer as asked."""
+    """Raise UserError unless the run s.extend, with settings `saved`, can be extended."""
     if saved.schedule == 'cosine':
         raise UserError(f'{s.extend} has schedule = cosine, whose learning rates depend on max_tokens from the start, '
-                        'so it cannot be made longer: train a new run, or use wsd or constant')
+                        'so it cannot be extended: train a new run, or use wsd or constant')
     if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(s.extend).resolve():
-        raise UserError(f'--extend={s.extend} leaves that run as it is: give a new folder, --out_dir=NEW')
+        raise UserError(f'--extend={s.extend} needs a new run folder: add --out_dir=NEW')
     if s.max_tokens <= saved.max_tokens or 'max_tokens' not in given:
-        raise UserError(f'{s.extend} has max_tokens = {saved.max_tokens}: give --max_tokens, more than that')
+        raise UserError(f'{s.extend} has max_tokens = {saved.max_tokens}: set --max_tokens to more than that')
 
 
 def check_unchanged(folder, saved: dict, given: dict) -> None:
-    """Raise UserError if settings given for a saved run differ from its own."""
-    for name in sorted(given, key=lambda name: name != 'model'):  # another model has other settings
+    """Raise UserError if settings given for a saved run differ from the saved ones."""
+    for name in sorted(given, key=lambda name: name != 'model'):  # first, because it decides which settings exist
         if name in saved and saved[name] == given[name]:
             continue
         have = f'{name} = {saved[name]!r}' if name in saved else f'model = {saved["model"]!r}, without {name}'
         other = 'start another run with another --out_dir'
         if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
-            other = f'make it longer with --extend={folder} --max_tokens={given[name]} --out_dir=NEW'
-        raise UserError(f'the run in {folder} has {have}, but {given[name]!r} is asked for: leave {name} out (a saved '
-                        f'run needs no config file either), or {other}')
+            other = f'train longer with --extend={folder} --max_tokens={given[name]} --out_dir=NEW'
+        raise UserError(f'the run in {folder} has {have}, but {given[name]!r} was given: leave out {name} '
+                        f'(and the config file), or {other}')
 
 
-def with_model_of_source(s, given: dict) -> tuple:
-    """Return (settings, given), with the settings of the model in s.init_from where the user gave none."""
+def inherit_model_settings(s, given: dict) -> tuple:
+    """Return (settings, given), with the model settings of s.init_from where the user gave none."""
     if Path(s.out_dir).resolve() == Path(s.init_from).resolve():
-        raise UserError(f'--init_from={s.init_from} is the source of the weights: give a new folder, --out_dir=NEW')
+        raise UserError(f'--init_from and --out_dir are both {s.init_from}: set another --out_dir')
     source = runs.read_run(s.init_from)
     values = asdict(runs.saved_config(source, s.init_from))
-    if source['model'] != s.model:  # only common settings; SPS's window is that of its predict stream
+    if source['model'] != s.model:  # only shared settings; SPS's window is different, its predict stream's
         known = {f.name for f in fields(runs.model_file(s.model).Config)}
         known -= {'window'} if 'sps' in (source['model'], s.model) else set()
         values = {name: value for name, value in values.items() if name in known}
@@ -91,12 +90,12 @@ def with_model_of_source(s, given: dict) -> tuple:
 
 
 def continued_config(s, given: dict, data, record: dict):
-    """Return the Config of the run that is resumed or extended; UserError unless `data` is what it was trained on."""
+    """Return the model Config of the run to resume or extend. UserError if its data differ."""
     folder = s.out_dir if s.resume else s.extend
     runs.check_vocabulary(record, data, folder)
     if record['data']['sha256'] != data.sha256:
-        raise UserError(f'{data.folder} is not the data that the run in {folder} was trained on (its checksums '
-                        'differ): restore that data, or start another run with --init_from')
+        raise UserError(f'{data.folder} is not the data that the run in {folder} was trained on (checksums '
+                        'differ): restore that data, or start a new run with --init_from')
     changed = {name: value for name, value in given.items() if name in MAY_CHANGE}
     return runs.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
 
@@ -104,43 +103,43 @@ def continued_config(s, given: dict, data, record: dict):
 # ---- weights and log ----
 
 def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
-    """Load the checkpoint that a run continues from. Returns (step, seconds of training so far); (0, 0.0) for none."""
+    """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""
     log = Path(s.out_dir) / 'log.jsonl'
     if s.resume and not checkpoint.checkpoints(s.out_dir) and log.exists() and b'{"saved": ' in log.read_bytes():
-        raise UserError(f'{s.out_dir} has no checkpoint, but its log says that it had: copy {s.out_dir}/ckpt back, or '
-                        'start the run anew with --overwrite in place of --resume')
+        raise UserError(f'{s.out_dir} has no checkpoint, but its log lists one: copy {s.out_dir}/ckpt back, or start '
+                        'again with --overwrite instead of --resume')
     if not runs.extension_starts(s):
         return checkpoint.restore_training(s.out_dir, model, optimizer)
     saved = make_settings(type(s), runs.read_run(s.extend)['settings'], f'in {s.extend}/config.json')
     up_to = runs.last_before_decay(saved)
     if not checkpoint.checkpoints(s.extend, up_to):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
-        raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be made longer: train a new run')
+        raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be extended: train a new run')
     return checkpoint.restore_training(s.extend, model, optimizer, up_to)
 
 
 def copy_log(source, folder, step: int) -> None:
-    """Start the log of a run that extends another with the other's lines up to a step."""
+    """Start the log of an extending run with the lines of the source run up to a step."""
     lines = [json.dumps(record) + '\n' for record in runs.read_log(source) if record['step'] <= step]
     write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
 
 
 def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -> None:
-    """Load the weights of s.init_from, unless the run has a checkpoint to continue from; idx (B, T): see `start_from`.
+    """Load the weights of s.init_from, unless the run continues from a checkpoint of its own.
 
-    record: config.json of the run that is continued, None for a new one.
+    record: config.json of the run to continue, None if new. idx: see `load_source_weights`.
     """
     if s.extend or record and checkpoint.checkpoints(s.out_dir):
         return
     state, tensors = checkpoint.load_checkpoint(s.init_from)
-    start_from(model, s.init_from, tensors, idx)
-    print(f'weights of step {state["step"]} of {s.init_from}')
+    load_source_weights(model, s.init_from, tensors, idx)
+    print(f'loaded the weights of {s.init_from}, step {state["step"]}')
 
 
-def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
+def load_source_weights(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
     """Load the weights of another run, `source`, into a model.
 
-    If `adopt` adds weights, UserError unless the model still computes the source's logits on idx (B, T).
+    If the model's `adopt` adds new weights, check on idx (B, T) that the logits are unchanged.
     """
     try:
         converted = model.adopt(tensors) if hasattr(model, 'adopt') else tensors
@@ -156,8 +155,8 @@ def start_from(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor)
     model.train()
     worst = (have - want).abs().max().item()
     if not worst < 1e-4:
-        raise UserError(f'{source} cannot become this model: its logits change by {worst:.1e} before any training. '
-                        'Settings that are not about the new weights (window, documents, n_head) must equal the '
-                        "source's, and this model must have them")
-    print(f'{source} continues as another model: {", ".join(new)} are new, and its logits change by at most '
-          f'{worst:.1e} at step 0')
+        raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
+                        'training. Settings unrelated to the new weights (window, documents, n_head) must equal '
+                        "the source's, and this model must have them")
+    print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
+          f'{worst:.1e}')

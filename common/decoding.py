@@ -1,7 +1,7 @@
-"""Decoding: the distribution that tokens are drawn from, drawing them, and `generate`.
+"""Decoding: token distributions, sampling, and `generate`.
 
-Read `generate` first, then `Decoder`, which it drives. A model decodes through its `new_cache` and `extend`. A model
-without them recomputes the whole text for each token (common/recomputing.py).
+Read `generate` first, then `Decoder`, which it uses. Models decode through `new_cache` and
+`extend`; a model without them recomputes the whole text for each token (common/recomputing.py).
 """
 from math import inf
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common.files import UserError, say_once
+from common.files import UserError, warn_once
 from common.settings import check_ranges
 
 # ---- the distribution ----
@@ -18,22 +18,22 @@ SAMPLING = dict(temperature=(0, 1e6), top_k=(1, inf), top_p=(1e-9, 1), min_p=(0,
 
 def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                 min_p: float | None = None) -> torch.Tensor:
-    """Return the distribution that tokens are drawn from. logits (..., V) -> probabilities (..., V), fp32.
+    """Return the distribution to sample from. logits (..., V) -> probabilities (..., V), fp32.
 
-    The filters top-k, top-p and min-p apply in this order, each to what the one before has kept. A temperature below
-    1e-6 puts all probability on the largest logit. Does not synchronize with the GPU.
+    Top-k, top-p and min-p apply in this order, each to what the previous filter kept. A temperature
+    below 1e-6 is greedy: all probability on the largest logit. Does not synchronize with the GPU.
     """
     logits = logits.float()
     if temperature < 1e-6:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no softmax overflows
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so softmax cannot overflow
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, float('-inf'))
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
-        likelier = ordered.cumsum(-1) - ordered  # total probability of the tokens before this one
+        likelier = ordered.cumsum(-1) - ordered  # total probability of more likely tokens
         ordered = ordered.masked_fill(likelier >= top_p, 0)
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
     if min_p is not None:
@@ -42,35 +42,35 @@ def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_
 
 
 def check_logits(logits) -> None:
-    """Raise UserError unless each row of logits (B, V) has a finite maximum. Synchronizes with the GPU."""
-    if not logits.amax(-1).isfinite().all():  # ids that only pad the vocabulary have -inf
-        raise UserError('the model computes no finite logits for a prompt: its weights are not finite, or too large')
+    """Raise UserError unless each row (B, V) has a finite maximum. Synchronizes with the GPU."""
+    if not logits.amax(-1).isfinite().all():  # padding ids of the vocabulary have -inf
+        raise UserError('the logits of a prompt are not finite: the weights contain NaN or infinity, or are too large')
 
 
 def draw(probs, noise) -> torch.Tensor:
-    """Draw tokens (B,) with probabilities probs (B, V), without synchronizing with the GPU.
+    """Sample tokens (B,) from probs (B, V) without synchronizing with the GPU.
 
-    The winner of an exponential race, noise (B, V) ~ Exp(1), is drawn.
+    Uses an exponential race: noise (B, V) ~ Exp(1), the largest probs / noise wins.
     """
-    return (probs / noise.clamp(min=2 ** -24)).argmax(-1)  # a noise of 0 would let an impossible token win
+    return (probs / noise.clamp(min=2 ** -24)).argmax(-1)  # avoids 0 / 0 = NaN, which argmax would return
 
 
 # ---- generation ----
 
 @torch.inference_mode()
-@torch.autocast('cpu', enabled=False)  # decoding on a CPU is in fp32
+@torch.autocast('cpu', enabled=False)  # CPUs decode in fp32
 def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eos_id=None, finished=None, cache=None,
              **sampling) -> list[list[int]]:
-    """Continue each prompt, of any length >= 1. Returns the new ids of each prompt, up to and including eos_id.
+    """Continue each prompt, of any length >= 1. Returns the new ids of each, incl. a final eos_id.
 
-    eos_id: an id that ends a text, or several. finished(i, new_ids) -> bool is called for each new token of prompt i
-    but those; True ends the text. On a GPU it is called every 16 steps for the tokens since. cache: from `roomy_cache`,
-    to look at afterwards. sampling: temperature, top_k, top_p and min_p of `token_probs`. Raises UserError for sampling
-    settings out of range and for prompts whose logits are not finite.
+    eos_id: one or several ids that end a text. finished(i, new_ids) -> bool is called after each
+    new token of prompt i except eos_id (on a GPU, every 16 steps for the tokens since); True ends
+    the text. cache: from `allocate_cache`, to inspect later. sampling: options of `token_probs`.
+    Raises UserError for options out of range and for prompts whose logits are not finite.
     """
-    cache = roomy_cache(model, prompts, max_new_tokens) if cache is None else cache
+    cache = allocate_cache(model, prompts, max_new_tokens) if cache is None else cache
     decoder = Decoder(model, prompts, cache, seed, sampling)
-    texts, unread = NewTexts(len(prompts), max_new_tokens, eos_id, finished), []
+    texts, unread = GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished), []
     steps_per_read = 16 if decoder.tokens.device.type == 'cuda' else 1
     for i in range(max_new_tokens):
         unread.append((decoder.next_tokens() if i else decoder.tokens).clone())
@@ -83,8 +83,8 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eo
     return texts.new
 
 
-class NewTexts:
-    """The new ids of each prompt. A text is live until eos_id, until finished(i, new_ids), or at max_new_tokens."""
+class GeneratedTexts:
+    """The new ids of each prompt. A text ends at eos_id, finished(i, new_ids) or max_new_tokens."""
 
     def __init__(self, n: int, max_new_tokens: int, eos_id: int | tuple | None, finished):
         self.ends = set(eos_id) if isinstance(eos_id, (tuple, list)) else {eos_id}
@@ -92,7 +92,7 @@ class NewTexts:
         self.new, self.live = [[] for _ in range(n)], [max_new_tokens > 0] * n
 
     def add(self, i: int, tokens: list[int]) -> None:
-        """Append the tokens of text i up to its end."""
+        """Append tokens to text i until it ends."""
         new = self.new[i]
         for token in tokens:
             if self.live[i]:
@@ -102,12 +102,12 @@ class NewTexts:
 
 
 class Decoder:
-    """Decodes one token per row and step. On a GPU, a step (model and sampling) is one replay of a CUDA graph."""
+    """Decode one token per row and step. On a GPU, a step (model, sampling) is one CUDA graph."""
 
     def __init__(self, model, prompts: list[list[int]], cache, seed: int, filters: dict):
-        """Read the prompts. `tokens` (B,) are then their first new tokens. filters: options of `token_probs`."""
+        """Prefill the prompts. `tokens` (B,) are the first new ones. filters: see `token_probs`."""
         if not all(prompts):
-            raise UserError('a prompt is empty: each needs at least one token')
+            raise UserError('a prompt is empty: give at least one token')
         check_ranges(SimpleNamespace(**filters), **{name: SAMPLING[name] for name in filters})
         device = next(model.parameters()).device
         if device.type == 'cuda':
@@ -123,7 +123,7 @@ class Decoder:
         self.tokens = draw(token_probs(logits, **filters), self.noise)
 
     def next_tokens(self):
-        """Append the last tokens and return the next ones (B,)."""
+        """Feed the last tokens to the model and return the next ones (B,)."""
         before = self.tokens.clone()
 
         def step():
@@ -138,7 +138,7 @@ class Decoder:
         return self.tokens
 
     def run(self, name, step, undo, models=()):
-        """Run a step of this model and of `models`: on a GPU as a CUDA graph, captured the first time."""
+        """Run step() of this model and `models`; on a GPU, as a CUDA graph captured once."""
         if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
             return step()
         if name not in self.graphs:
@@ -151,30 +151,30 @@ class Decoder:
 
 
 def pad(sequences: list, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad lists of ids on the right. Returns tokens (B, n) and lengths (B,)."""
+    """Right-pad lists of ids. Returns tokens (B, n) and lengths (B,)."""
     tokens = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
     return tokens.to(device), torch.tensor([len(ids) for ids in sequences], device=device)
 
 
 def decodable(model):
-    """Return the model if it has `new_cache` and `extend`, else wrap it in `Recomputing` and print one line."""
+    """Return the model, wrapped in `Recomputing` (with a warning) if it has no cache."""
     if getattr(model, 'new_cache', None) and getattr(model, 'extend', None):
         return model
-    say_once(f'{type(model).__module__} has no new_cache and extend: decoding recomputes the whole text for each token')
+    warn_once(f'{type(model).__module__} has no new_cache and extend: decoding recomputes the text for each token')
     from common.recomputing import Recomputing
     return Recomputing(model)
 
 
-def roomy_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
+def allocate_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
     """Return an empty cache with room for the prompts and the new tokens."""
     return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_run)
 
 
 def record_graph(step, undo, beside=None):
-    """Capture step() as a CUDA graph without running it. undo() takes back one of the two warm-up steps.
+    """Capture step() as a CUDA graph without executing it. undo() reverts a warm-up step.
 
-    beside: a graph whose memory pool is shared. Graphs that share a pool must not run at the same time, nor read what
-    another one left in its memory.
+    beside: a graph whose memory pool is shared. Graphs that share a pool must not run concurrently
+    or read each other's leftovers.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

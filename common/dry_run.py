@@ -1,4 +1,4 @@
-"""A dry run of train.py: checks the settings, prints sizes and costs, and estimates the memory of a step."""
+"""Dry run of train.py: check the settings, print sizes and costs, estimate a step's memory."""
 import math
 import os
 from types import SimpleNamespace
@@ -6,36 +6,36 @@ from types import SimpleNamespace
 from common import runs
 from common.files import ROOT, UserError, command, first_line
 from common.machine import pick_dtype
-from common.memory import bytes_by_rows
+from common.memory import activation_bytes
 from common.run_settings import check_settings, describe, model_config
 from common.sharding import gathered_modules
 from data import has_data, open_data
 
 
 def dry_run(s, given: dict, record, machine) -> None:
-    """Do everything that train.py does before it makes the model, and print the estimated memory of a step."""
+    """Check all that train.py checks before it builds the model, and print memory estimates."""
     data = open_data(s.data) if has_data(s.data) else assumed_data(s, record)
     if not has_data(s.data):
-        print(f'no data at {s.data}: assumed a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
-              f'enough text. To make it:\n  {data.command}')
+        print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
+              f'enough text. To build it:\n  {data.command}')
     config = model_config(s, given, data, record)
-    n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # --shard=64 stands for 64 processes
+    n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
     check_settings(s, data, n_processes)
-    model = runs.blank_model(s.model, config)
+    model = runs.meta_model(s.model, config)
     describe(s, model, data)
     print_memory(s, model, n_processes)
 
 
 def assumed_data(s, record) -> SimpleNamespace:
-    """Return a stand-in for data that do not exist: with the vocabulary of a run, or of s.assumed_ids ids.
+    """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
 
-    Its `command` makes the data: the config's if it names that folder, else FineWeb-Edu's.
+    `command` builds the data: the config's make_data if it names that folder, else FineWeb-Edu's.
     """
     record = record or (runs.read_run(s.init_from) if s.init_from else {})
     like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
             'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **record.get('data', {})}
     tokenizer = [] if like['tokenizer'] == 'gpt2' else [f'--tokenizer={like["tokenizer"]}']
-    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # some are held out for validation
+    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # 5% more, for validation
     make = command('prepare_fineweb.py', f'--out_dir={s.data}', *tokenizer, f'--max_tokens={n_tokens}')
     if s.make_data and s.data in s.make_data:
         make = s.make_data.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
@@ -43,50 +43,50 @@ def assumed_data(s, record) -> SimpleNamespace:
                            n_windows=lambda split, T: 1, command=make)
 
 
-def explain_missing_data(s, record) -> None:
-    """Raise the UserError of opening s.data, with the command that makes it."""
+def raise_missing_data(s, record) -> None:
+    """Raise UserError for missing data, with the command that builds it."""
     try:
         open_data(s.data)
     except UserError as error:
-        raise UserError(f'{error}. To make it: {assumed_data(s, record).command}')
+        raise UserError(f'{error}. To build it: {assumed_data(s, record).command}')
 
 
 def print_memory(s, model, n_processes: int) -> None:
-    """Print the estimated memory per process on a GPU, and whether it fits s.memory GiB.
+    """Print the estimated GPU memory per process, and whether it fits into s.memory GiB.
 
     model: on the meta device.
     """
-    most = math.ceil(s.batch_size / n_processes)  # sequences of a process
+    most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
     n_rows = min(s.micro_batch_size, most)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
-    held = held_bytes(model, n_processes // n_shards, n_shards, n_rows < most)
+    held = state_bytes(model, n_processes // n_shards, n_shards, n_rows < most)
     share = f'1/{n_shards} of ' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='')
     dtype = pick_dtype(s.dtype, 'cuda')
     try:
-        fixed, per_row = bytes_by_rows(model, dtype, s.block_size)
-    except (RuntimeError, NotImplementedError) as error:  # operators that do not run on meta tensors
+        fixed, per_row = activation_bytes(model, dtype, s.block_size)
+    except (RuntimeError, NotImplementedError) as error:  # an operator without meta implementation
         print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
         return
     needed = held + fixed + per_row * n_rows
-    print(f', {needed / 2**30:.2f} GiB at the peak of a step, with micro-batches of {n_rows} and products in '
-          f'{str(dtype)[6:]} on a GPU')
+    print(f', {needed / 2**30:.2f} GiB at the peak of a step on a GPU, with micro-batches of {n_rows} and matrix '
+          f'products in {str(dtype)[6:]}')
     if s.memory is None:
         return
-    room = 0.95 * s.memory * 2 ** 30  # the rest is for the driver and lost to fragmentation
+    room = 0.95 * s.memory * 2 ** 30  # 5% for the driver and fragmentation
     largest = min(most, int((room - held - fixed) / per_row))
     advice = f'the largest micro_batch_size that fits is {largest}'
     if largest < 1:
-        advice = 'no micro_batch_size fits: choose a smaller block_size or model, or see checkpoint_ in --help'
+        advice = 'no micro_batch_size fits: use a smaller block_size or model, or a checkpoint_ setting (--help)'
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
 
 
-def held_bytes(model, n_copies: int, n_shards: int, accumulates: bool) -> float:
-    """Return the bytes per process of weights, gradients and two moments in fp32, and of what sharing them takes.
+def state_bytes(model, n_copies: int, n_shards: int, accumulates: bool) -> float:
+    """Return bytes per process of fp32 weights, gradients, two moments and DDP or FSDP buffers.
 
-    n_shards: processes that share one copy of the weights, of which n_copies are trained together. docs/scale.md lists
-    what is held; for the blocks that is a block, the prefetched one, its gradients and two buffers. From the code of
-    PyTorch, not measured.
+    n_shards processes share each of n_copies copies of the weights. docs/scale.md lists what FSDP
+    holds; for the blocks: one block, the prefetched one, its gradients and two buffers. This
+    follows PyTorch's source code and was not measured.
     """
     n_params = runs.count_parameters(model)
     if n_shards == 1:

@@ -1,14 +1,14 @@
-"""Hugging Face models in and out.
+"""Export runs to Hugging Face format and import Hugging Face models as runs.
 
     python -m common.export RUN --to_hf=FOLDER          write any run as a new Hugging Face folder
-    python -m common.export RUN --to_llama=FOLDER       write a Standard run as a new Hugging Face Llama folder
-    python -m common.export RUN --from_llama=FOLDER     import a Llama, Mistral or Qwen folder as the new run RUN
+    python -m common.export RUN --to_llama=FOLDER       write a Standard run as a new Llama folder
+    python -m common.export RUN --from_llama=FOLDER     import a Llama, Mistral or Qwen as RUN
 
-`--to_hf` writes a Llama where the run is one. Other folders bring their model's code, which
-`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs.
+`--to_hf` writes a Llama if the run is one. Otherwise the folder includes the model's code, so load
+it with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.
 
-Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of model_standard.py. Their
-weights are those that transformers loads. A folder is refused if it has a tensor that the model lacks, or lacks one.
+Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of
+model_standard.py. transformers loads their weights; missing or unexpected tensors are errors.
 """
 if __name__ == '__main__':
     from common.start import quiet_start
@@ -28,30 +28,30 @@ from common import checkpoint, runs
 from common.files import ROOT, UserError, command, first_line, friendly_errors, read_json, write_file
 from common.hf_tokenizer import fast_tokenizer, save_tokenizer
 from common.settings import load_settings
-from data.tokenizers import Tokenizer, keep_tokenizer, load_tokenizer, padded_vocab
+from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vocab
 
-LINEAR = ',1e9,2e9,1'  # the end of a rope_scaling that divides all frequencies by one factor
-CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported folder, kept in the run folder
+LINEAR = ',1e9,2e9,1'  # suffix of a rope_scaling that divides all frequencies by one factor
+CHAT_TEMPLATE = 'chat_template.jinja'  # copied from an imported folder into the run folder
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 
 
 @dataclass
 class Settings:
-    from_llama: str | None = None  # Hugging Face folder to import
-    to_llama: str | None = None  # folder to write, as a Llama
-    to_hf: str | None = None  # folder to write, with the model's code unless the run is a Llama
-    tokenizer: str | None = None  # with --from_llama: its tokenizer, as in prepare_fineweb.py; None: the folder's own
-    eos_token: str | None = None  # with --from_llama: what ends a document; None: as tokenizer_config.json says
+    from_llama: str | None = None  # Hugging Face folder to import as a run
+    to_llama: str | None = None  # new folder to write, as a Llama
+    to_hf: str | None = None  # new folder to write, with the model's code unless the run is a Llama
+    tokenizer: str | None = None  # with --from_llama: tokenizer, as in prepare_fineweb.py; None: the folder's own
+    eos_token: str | None = None  # with --from_llama: token that ends a document; None: from tokenizer_config.json
 
 
-def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
-    """Return {tensor of a model_standard.Model: [(Hugging Face's tensor, its rows)]} for a Config.
+def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
+    """Return {tensor of model_standard.Model: [(Hugging Face tensor, its rows)]} for a Config.
 
-    q, k, v are stacked in one matrix here, and so are gate and up. The two tables of the vocabulary have n_rows there,
-    and padding below them here.
+    Here q, k, v are one stacked matrix, and so are gate and up. Hugging Face's embedding and head
+    have n_rows rows; ours have padding rows below them.
     """
     q, kv = c.n_head * c.head_size, c.n_kv_head * c.head_size
-    of_block = {
+    block_parts = {
         'attn_norm.weight': [('input_layernorm.weight', c.n_embd)],
         'qkv.weight': [(f'self_attn.{name}_proj.weight', rows) for name, rows in (('q', q), ('k', kv), ('v', kv))],
         'attn_out.weight': [('self_attn.o_proj.weight', c.n_embd)],
@@ -59,14 +59,14 @@ def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
         'gate_up.weight': [('mlp.gate_proj.weight', c.n_ffn), ('mlp.up_proj.weight', c.n_ffn)],
         'ffn_out.weight': [('mlp.down_proj.weight', c.n_embd)]}
     if c.qkv_bias:
-        of_block['qkv.bias'] = [(name.replace('weight', 'bias'), rows) for name, rows in of_block['qkv.weight']]
+        block_parts['qkv.bias'] = [(name.replace('weight', 'bias'), rows) for name, rows in block_parts['qkv.weight']]
     if c.qk_norm:
-        of_block |= {f'{name}.weight': [(f'self_attn.{name}.weight', c.head_size)] for name in ('q_norm', 'k_norm')}
+        block_parts |= {f'{name}.weight': [(f'self_attn.{name}.weight', c.head_size)] for name in ('q_norm', 'k_norm')}
     found = {'embed.weight': [('model.embed_tokens.weight', n_rows)], 'norm.weight': [('model.norm.weight', c.n_embd)]}
     if not c.tied_head:
         found['head.weight'] = [('lm_head.weight', n_rows)]
     for i in range(c.n_layer):
-        for ours, parts in of_block.items():
+        for ours, parts in block_parts.items():
             found[f'blocks.{i}.{ours}'] = [(f'model.layers.{i}.{name}', rows) for name, rows in parts]
     return found
 
@@ -74,10 +74,10 @@ def parts_of(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
 # ---- to Hugging Face ----
 
 def to_llama(c, tensors: dict, n_rows: int, max_tokens: int = 8192, ends: int | list[int] | None = None):
-    """Return a Hugging Face LlamaForCausalLM with the tensors of a model_standard.Model, in their dtype.
+    """Return a Hugging Face LlamaForCausalLM with the tensors (and dtype) of a Standard model.
 
-    c: the model's Config. n_rows: of the Llama's vocabulary, which has no padding. ends: the ids that end a text in
-    generation; no id is padding, because `generate` would mask it in prompts. A Llama has no document masking.
+    c: the model's Config. n_rows: vocabulary of the Llama, without padding. ends: ids that end a
+    text in `generate`. There is no pad id, because `generate` would mask it in prompts.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
@@ -97,16 +97,16 @@ def to_llama(c, tensors: dict, n_rows: int, max_tokens: int = 8192, ends: int | 
 
 
 def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
-    """Return the tensors of a model_standard.Model under Hugging Face's names, as views. n_rows: of the vocabulary."""
+    """Return a Standard model's tensors under Hugging Face names, as views (`hf_tensor_map`)."""
     theirs = {}
-    for ours, parts in parts_of(c, n_rows).items():
+    for ours, parts in hf_tensor_map(c, n_rows).items():
         names, rows = zip(*parts)
         theirs |= zip(names, tensors[ours][:sum(rows)].split(rows))
     return theirs
 
 
-def not_a_llama(record: dict, c) -> str | None:
-    """Return what a run has that a Llama lacks, or None. c: the model's Config."""
+def llama_mismatch(record: dict, c) -> str | None:
+    """Return why a run cannot be a Llama, or None if it can. c: the model's Config."""
     if record['model'] != 'standard':
         return f'is a run of model_{record["model"]}'
     for name, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
@@ -116,17 +116,17 @@ def not_a_llama(record: dict, c) -> str | None:
 
 
 def export_run(run, folder, as_llama: bool = True) -> None:
-    """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with a tokenizer of the same ids.
+    """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with its tokenizer.
 
-    as_llama: as a Llama or not at all; else with the model's code where the run is no Llama.
+    as_llama: UserError if the run is no Llama; False: add the model's code instead.
     """
     from transformers import GenerationConfig
     run, folder = Path(run), Path(folder)
     if folder.exists():
-        raise UserError(f'{folder} exists: give the name of a new folder')
+        raise UserError(f'{folder} already exists: choose a new folder')
     record = runs.read_run(run)
     c, data, block_size = runs.saved_config(record, run), record['data'], record['settings']['block_size']
-    reason = not_a_llama(record, c)
+    reason = llama_mismatch(record, c)
     if as_llama and reason:
         raise UserError(f'{run} {reason}, which is not supported for Llama: use --to_hf')
     tensors = checkpoint.load_checkpoint(run)[1]
@@ -135,7 +135,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
         save_with_code(record, c, tensors, n_rows, ends, folder)
     else:
         to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
-    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it private
+    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it owner-only
     GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
     if (run / CHAT_TEMPLATE).is_file():
@@ -143,16 +143,16 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     print(f'{folder} is a Hugging Face folder: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
           f'{", trust_remote_code=True" if reason else ""})')
     if not reason and c.eos_id is not None:
-        print('Unlike this run, a Llama does not mask attention between documents: after an end-of-text token inside a '
-              'text, its logits differ')
+        print('A Llama does not mask attention between documents: its logits differ from this run after an end-of-text '
+              'token inside a text')
 
 
 def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
-    """Write the weights, the model's file and the wrapper common/hf_model.py as a Hugging Face folder."""
+    """Write weights, model file and the wrapper common/hf_model.py as a Hugging Face folder."""
     from common.hf_model import RunConfig
     name = f'model_{record["model"]}'
     if not (ROOT / f'{name}.py').is_file():
-        raise UserError(f'{record["model"]} is an edit of a model: export a run of a model file')
+        raise UserError(f'{record["model"]} is a subclass: only a model file can be exported')
     folder.mkdir(parents=True)
     RunConfig(
         model_config=dataclasses.asdict(c), vocab_size=n_rows, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
@@ -171,15 +171,15 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
 # ---- from Hugging Face ----
 
 def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | None = None) -> None:
-    """Make a run folder from a Hugging Face folder.
+    """Create a run folder from a Hugging Face folder.
 
-    tokenizer, eos_token: of `load_tokenizer`. tokenizer None: the folder's own; texts then start with bos if
-    transformers starts them so, and the chat template is kept.
+    tokenizer, eos_token: see `load_tokenizer`. tokenizer None: the folder's own; then texts start
+    with bos if they do in transformers, and the chat template is copied.
     """
     from transformers import AutoTokenizer
     folder, run = Path(folder), Path(run)
     if run.exists():
-        raise UserError(f'{run} exists: give the name of a new run folder')
+        raise UserError(f'{run} already exists: choose a new run folder')
     try:
         found = filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model'))
         path = tokenizer or next(found, None)
@@ -188,19 +188,19 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
                             '--tokenizer=gpt2')
         own = load_tokenizer(path, eos_token=eos_token)
         if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
-            raise UserError(f'the tokenizer {own.name} has an end of its own: --eos_token is for a tokenizer.json')
-        of_hf = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        bos = of_hf is not None and of_hf('a').input_ids[:1] == [own.bos_id]
+            raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
+        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
         c, n_rows, block_size = standard_config(folder, own)
-        theirs = load_theirs(folder)
+        theirs = load_hf_model(folder)
         c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
         tensors = read_tensors(theirs, c, n_rows)
     except UserError:
         raise
-    except Exception as error:  # transformers and safetensors raise many kinds for damaged files
+    except Exception as error:  # transformers and safetensors raise various errors for damaged files
         raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
-    ends = sorted({own.eos_id, *ends_of(folder)})
-    with runs.claimed(run, is_new=True, overwrite=False):
+    ends = sorted({own.eos_id, *read_eos_ids(folder)})
+    with runs.locked_run(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
         runs.save_run(run, {
             'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
@@ -208,19 +208,19 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
             'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
                      'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
             'versions': {'torch': torch.__version__}})
-        keep_tokenizer(run, own.name, eos_token)
-        if of_hf and isinstance(of_hf.chat_template, str):
-            write_file(run / CHAT_TEMPLATE, of_hf.chat_template.encode())
+        copy_tokenizer(run, own.name, eos_token)
+        if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
+            write_file(run / CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
     sample = command('sample.py', run, 'Once upon a time')
-    print(f'{run} is a run of model_standard, its tokenizer is {own.name}: {sample}; train.py starts from it with '
+    print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: {sample}; finetune: train.py with '
           f'{shlex.quote(f"--init_from={run}")}')
     if len(ends) > 1:
         name_of = fast_tokenizer(own.name).id_to_token
-        print(f'A text ends at each of {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}, a document at {own.eos_id}')
+        print(f'Generation stops at {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}; documents at {own.eos_id}')
 
 
-def ends_of(folder: Path) -> set[int]:
-    """Return the ids at which texts end by config.json and generation_config.json of a Hugging Face folder."""
+def read_eos_ids(folder: Path) -> set[int]:
+    """Return the eos ids in config.json and generation_config.json of a Hugging Face folder."""
     found = []
     for path in (folder / 'config.json', folder / 'generation_config.json'):
         ends = read_json(path, 'copy it again').get('eos_token_id') if path.is_file() else []
@@ -229,9 +229,9 @@ def ends_of(folder: Path) -> set[int]:
 
 
 def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
-    """Return the model_standard.Config of a Hugging Face folder, its rows of vocabulary and its longest window.
+    """Return (model_standard.Config, vocabulary rows, maximum length) of a Hugging Face folder.
 
-    Raises UserError for what model_standard does not support.
+    Raises UserError for features that model_standard does not support.
     """
     from transformers import AutoConfig
     if not (folder / 'config.json').is_file():
@@ -239,15 +239,15 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
     family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
     if family not in FAMILIES:
-        raise UserError(f'{folder} is a {family}: expected one of {", ".join(FAMILIES)}')
+        raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
     if theirs.hidden_act != 'silu':
-        raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard has silu')
+        raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard only has silu')
     if n_rows < tokenizer.n_ids:
         extra = [f'{tokenizer.decode([i]).decode(errors="replace")!r} ({i})' for i in range(n_rows, tokenizer.n_ids)]
-        raise UserError(f'{folder} has {n_rows} rows in its vocabulary, and the tokenizer {tokenizer.name} has '
-                        f'{tokenizer.n_ids} ids; no row for {", ".join(extra[:5])}: remove them from the tokenizer, or '
-                        'give another with --tokenizer')
-    # More rows than ids: Hugging Face's padding, which takes part in the softmax. Else ours, which does not.
+        raise UserError(f'{folder} has a vocabulary of {n_rows} rows, but the tokenizer {tokenizer.name} has '
+                        f'{tokenizer.n_ids} ids: remove {", ".join(extra[:5])} from the tokenizer, or choose another '
+                        'with --tokenizer')
+    # Hugging Face's padding rows (more rows than ids) are part of the softmax; ours are not.
     is_padded = n_rows > tokenizer.n_ids
     c = runs.make_config('standard', dict(
         n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads, n_embd=theirs.hidden_size,
@@ -261,7 +261,7 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
 
 
 def rope_scaling_of(rope: dict, folder) -> str | None:
-    """Return model_standard.Config.rope_scaling for Hugging Face's rope_parameters."""
+    """Convert Hugging Face's rope_parameters to model_standard.Config.rope_scaling."""
     if rope['rope_type'] == 'default':
         return None
     if rope['rope_type'] == 'linear':
@@ -269,31 +269,31 @@ def rope_scaling_of(rope: dict, folder) -> str | None:
     if rope['rope_type'] == 'llama3':
         names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
         return ','.join(f'{rope[name]:.15g}' for name in names)
-    raise UserError(f'{folder} scales its positions by {rope["rope_type"]!r}: expected default, linear or llama3')
+    raise UserError(f'{folder} has rope_type {rope["rope_type"]!r}: expected default, linear or llama3')
 
 
 def window_of(theirs, folder) -> int | None:
-    """Return model_standard.Config.window for a Hugging Face config, whose window includes the query's own position."""
-    if theirs.model_type == 'llama' or getattr(theirs, 'sliding_window', None) is None:  # a Llama ignores it
+    """Convert Hugging Face's sliding window, which counts the query itself, to Config.window."""
+    if theirs.model_type == 'llama' or getattr(theirs, 'sliding_window', None) is None:  # Llama ignores sliding_window
         return None
     kinds = set(getattr(theirs, 'layer_types', None) or ['sliding_attention'])
     if len(kinds) > 1:
-        raise UserError(f'{folder} has a sliding window in some of its layers: model_standard has one window for all')
+        raise UserError(f'{folder} has a sliding window in some layers only: model_standard needs it in all')
     return theirs.sliding_window - 1 if kinds == {'sliding_attention'} else None
 
 
 def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
-    """Return the tensors of a model_standard.Model from a Hugging Face model. n_rows: see `parts_of`."""
+    """Convert a Hugging Face model's tensors to a Standard model's (see `hf_tensor_map`)."""
     tensors, state = {}, theirs.state_dict()
-    for ours, parts in parts_of(c, n_rows).items():
+    for ours, parts in hf_tensor_map(c, n_rows).items():
         tensors[ours] = torch.cat([state[name] for name, _ in parts])
     for name in {'embed.weight', 'head.weight'} & tensors.keys():
         tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
     return tensors
 
 
-def load_theirs(folder: Path) -> torch.nn.Module:
-    """Load a Hugging Face folder in the dtype of its weights; UserError if tensors are missing or left over."""
+def load_hf_model(folder: Path) -> torch.nn.Module:
+    """Load a Hugging Face folder in its dtype. UserError for missing or unexpected tensors."""
     from transformers import AutoModelForCausalLM
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
                                                         output_loading_info=True, ignore_mismatched_sizes=True)
@@ -308,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
         s, positional, _ = load_settings(Settings, argv)
         jobs = [s.from_llama, s.to_llama, s.to_hf]
         if len(positional) != 1 or len(jobs) - jobs.count(None) != 1:
-            raise UserError('expected one run, and what to do: python -m common.export RUN --to_hf=FOLDER, '
+            raise UserError('expected one run and one option. Usage: python -m common.export RUN --to_hf=FOLDER, '
                             '--to_llama=FOLDER or --from_llama=FOLDER')
         from transformers.utils import logging
         logging.disable_progress_bar()

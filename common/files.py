@@ -1,4 +1,4 @@
-"""Errors printed as one sentence, file locks, and files written whole or not at all."""
+"""One-sentence error messages, file locks, and atomic file writes."""
 import errno
 import functools
 import hashlib
@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class UserError(ValueError):
-    """Bad input. The message is a sentence: what was given, what was expected, what to do."""
+    """Invalid input. The message states what was given, what was expected and what to do."""
 
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Exit with status 1 and a sentence at a UserError, a failure to read or write, or a lack of memory.
+    """Exit with status 1 and one sentence on UserError, OSError or lack of memory.
 
     Any other error is a bug and keeps its traceback.
     """
@@ -33,8 +33,8 @@ def friendly_errors() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has ended, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes again at exit
+    except BrokenPipeError:  # the reader of the output has exited, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes again at exit
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -44,8 +44,8 @@ def friendly_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
             raise
-        sys.exit(f'{program}: not enough memory. Training: lower micro_batch_size or set checkpoint_blocks '
-                 f'(context_ready: checkpoint_unrolls); sampling: give fewer or shorter prompts. {first_line(error)}')
+        sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or set --checkpoint_blocks '
+                 f'(context_ready: --checkpoint_unrolls); for sampling, shorten the prompts. {first_line(error)}')
 
 
 def first_line(error: Exception) -> str:
@@ -53,14 +53,14 @@ def first_line(error: Exception) -> str:
 
 
 @functools.cache
-def say_once(line: str) -> None:
-    """Print a line to stderr, on rank 0 and the first time only."""
+def warn_once(line: str) -> None:
+    """Print a line to stderr, only on rank 0 and only the first time."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, file=sys.stderr, flush=True)
 
 
 def command(*args) -> str:
-    """Return a line for the user's shell that runs a script of the repository, or '-m' and a module, from here."""
+    """Return a shell command that runs a script, or '-m' and a module, from the current folder."""
     script, *rest = map(str, args)
     if script != '-m':
         return shlex.join(['python', os.path.relpath(ROOT / script), *rest])
@@ -69,32 +69,32 @@ def command(*args) -> str:
 
 
 @contextmanager
-def naming(path) -> Iterator[None]:
-    """Name the path in an OSError that names none, such as that of a write to a full disk."""
+def add_path_to_errors(path) -> Iterator[None]:
+    """Add the path to an OSError that names no file, such as a write to a full disk."""
     try:
         yield
     except OSError as error:
-        if error.errno and not error.filename:  # errors of libraries may only have a text
+        if error.errno and not error.filename:  # library errors may only have a message
             error.filename = str(path)
         raise
 
 
 @contextmanager
 def locked(folder, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a folder. If another process holds it: UserError, or wait. The lock ends with its process."""
-    path = Path(folder) / '.lock'  # never removed: a removed file could be locked twice
+    """Hold the lock of a folder. If another process holds it, raise UserError, or wait."""
+    path = Path(folder) / '.lock'  # never deleted, because two processes could then both hold the lock
     lock = filelock.FileLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=wait)
     except filelock.Timeout:
-        raise UserError(f'{folder} is being written by {path.read_text() or "another process"}: wait until it ends, or '
-                        'use another folder')
+        raise UserError(f'{folder} is being written by {path.read_text() or "another process"}: wait until it exits, '
+                        'or use another folder')
     except (OSError, NotImplementedError) as error:
-        raise UserError(f'{folder} cannot be locked ({error}): use a folder on another disk, by --out_dir or, for '
+        raise UserError(f'{folder} cannot be locked ({error}): use a folder on another disk, with --out_dir or, for '
                         'built-in data, the environment variable BUILT_DATA')
     try:
-        with naming(folder):
+        with add_path_to_errors(folder):
             path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
             yield
     finally:
@@ -102,20 +102,20 @@ def locked(folder, wait: bool = False) -> Iterator[None]:
 
 
 def sync(path) -> None:
-    """Flush a file, or the renames in a folder, to the disk, so that they survive a power failure."""
+    """Flush a file, or renames in a folder, to disk, so that they survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with add_path_to_errors(path):
             os.fsync(fd)
     except OSError as error:
-        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS and FUSE refuse folders
+        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS, FUSE: not supported
             raise
     finally:
         os.close(fd)
 
 
 def write_file(path, content: bytes) -> None:
-    """Write a file atomically: after a crash it is old or new. Raises OSError that names the file."""
+    """Write a file atomically: after a crash it is either old or new. An OSError names the file."""
     path = Path(path)
     temporary = path.with_name(f'.{path.name}.writing')
     try:
@@ -134,14 +134,14 @@ def write_json(path, value) -> None:
 
 
 def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
-    """Return the dict in a JSON file; UserError that ends with the remedy if the file is damaged.
+    """Return the dict in a JSON file. UserError with `remedy` if the file is damaged.
 
-    check(value) raises ValueError for a dict that does not belong in this file.
+    check(value) raises ValueError if the dict has the wrong content.
     """
     try:
         value = json.loads(Path(path).read_bytes())
         if not isinstance(value, dict):
-            raise ValueError(f'it holds a {type(value).__name__} where an object is expected')
+            raise ValueError(f'expected an object, got a {type(value).__name__}')
         check(value)
     except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is damaged ({error}): {remedy}')
@@ -149,9 +149,9 @@ def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
 
 
 def sha256(path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
+    """Return a file's SHA-256 in hexadecimal."""
     digest = hashlib.sha256()
-    with naming(path), open(path, 'rb') as file:
+    with add_path_to_errors(path), open(path, 'rb') as file:
         while block := file.read(2 ** 24):
             digest.update(block)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What a GPU needs: its peak FLOP/s, and torch.compile, which may also be used on a CPU."""
+"""GPU specifics: peak FLOP/s, and options of torch.compile."""
 import re
 
 import torch
@@ -9,7 +9,7 @@ PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that a GPU can reach, for the log's MFU; None if it is not in the list."""
+    """Return a GPU's peak FLOP/s, for MFU in the log, or None if the GPU is not in the list."""
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' and dtype == torch.bfloat16 else ''
     return next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)
 
@@ -18,8 +18,8 @@ def set_compiler_options():
     """Set the options of torch.compile that training needs."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # else each block is compiled again, for its layer number
-    torch._dynamo.config.recompile_limit = 64  # block masks are one function for all patterns and pairs of streams
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # avoids one compilation per layer number
+    torch._dynamo.config.recompile_limit = 64  # one block-mask function serves all patterns
     torch._dynamo.config.optimize_ddp = False  # DDP's graph splitter does not support FlexAttention
-    functorch.backward_pass_autocast = 'off'  # as in eager mode: the backward of fp32 operations is fp32
-    inductor.triton.mix_order_reduction = False  # silently wrong gradients: pytorch issue 193061
+    functorch.backward_pass_autocast = 'off'  # as in eager mode: fp32 operations have an fp32 backward
+    inductor.triton.mix_order_reduction = False  # it gives wrong gradients (PyTorch issue 193061)

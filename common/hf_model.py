@@ -1,21 +1,21 @@
-"""A run of this repository as a Hugging Face model.
+"""Hugging Face wrapper for a run of this repository.
 
-`python -m common.export RUN --to_hf=FOLDER` copies this file, the model's file and attn_kernels.py beside the weights.
-The folder then needs only torch and transformers:
+`python -m common.export RUN --to_hf=FOLDER` copies this file, the model file and attn_kernels.py
+next to the weights. The folder then works with only torch and transformers installed:
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-Texts of a batch may be padded on either side. `generate` decodes with the model's own cache.
+Batches may be padded on either side. `generate` uses the model's own cache.
 """
 import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from model_standard import Config, Model  # the copy imports the run's own model
+from model_standard import Config, Model  # in the exported copy: the run's model
 
 
 class RunConfig(PretrainedConfig):
-    """model_config: the fields of the model's `Config`."""
+    """Config with `model_config`: the fields of the model's own `Config`."""
 
     model_type = 'language-model-architectures'
 
@@ -29,18 +29,18 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: RunConfig):
         super().__init__(config)
-        with torch.device('cpu'):  # transformers builds models on the meta device, which would lose the rotary tables
+        with torch.device('cpu'):  # not on transformers' meta device, which would lose the rotary tables
             self.model = Model(Config(**config.model_config))
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         own = dict(self.model.named_parameters())
         self.tied = {name: next(o for o in own if own[o] is self.model.get_parameter(name))
                      for name in names if name not in own}
         self._keys_to_ignore_on_load_missing = [f'model.{name}' for name in self.tied]
-        self.decoding = None  # during `generate`: (cache, the tokens it holds, their padding, its size)
+        self.decoding = None  # during `generate`: (cache, its tokens, their padding, its size)
         self.post_init()
 
     def _init_weights(self, module):
-        """Keep what the model's own constructor has done."""
+        """Do nothing: the model initializes its own weights."""
 
     def tie_weights(self, *args, **kwargs):
         for name, original in self.tied.items():
@@ -48,15 +48,15 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
             setattr(self.model.get_submodule(module), parameter, self.model.get_parameter(original))
 
     def forward(self, input_ids, attention_mask=None, labels=None, decode=False, **kwargs):
-        """input_ids, attention_mask, labels: (B, T) -> logits (B, T, V), and the loss if there are labels.
+        """Return logits (B, T, V) for input_ids (B, T), and the loss if there are labels.
 
-        labels as in Hugging Face: equal to input_ids, -100 where a token does not count. With decode, which `generate`
-        sets, the logits are those of the last tokens, (B, 1, V).
+        attention_mask, labels: (B, T); labels equal input_ids, with -100 where a token is ignored.
+        With decode=True, which `generate` sets, return only the last tokens' logits (B, 1, V).
         """
         B, T = input_ids.shape
         n_pads = input_ids.new_zeros(B)
         if attention_mask is not None:
-            n_pads = (attention_mask.cumsum(1) == 0).sum(1)  # on the left; padding on the right changes no other logits
+            n_pads = (attention_mask.cumsum(1) == 0).sum(1)  # left padding; right padding has no effect
         shift = torch.arange(T, device=input_ids.device) + n_pads[:, None]
         tokens = input_ids.gather(1, shift.clamp(max=T - 1))  # every text starts at position 0
         if decode:
@@ -74,7 +74,7 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
     # ---- generate ----
 
     def generate(self, *args, **kwargs):
-        """Generate as any Hugging Face model does. The cache lasts for one call."""
+        """Generate as with any Hugging Face model. The cache is freed after the call."""
         try:
             return super().generate(*args, **kwargs)
         finally:
@@ -88,10 +88,10 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def _next_logits(self, input_ids, tokens, n_pads):
-        """Return the logits after the last tokens, (B, V). Only tokens that the cache lacks are read.
+        """Return the last tokens' logits (B, V), feeding only tokens that are not in the cache yet.
 
-        input_ids (B, T): padded on the left by n_pads (B,); tokens: the same texts from position 0 on. If the cache has
-        other texts, as after a step of beam search, it is filled anew.
+        input_ids (B, T): left-padded by n_pads (B,); tokens: the same without left padding. The
+        cache is refilled if its texts changed, for example by beam search.
         """
         B, T = input_ids.shape
         cache, held, held_pads, size = self.decoding or (None, input_ids[:, :0], n_pads, 0)

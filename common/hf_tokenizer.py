@@ -1,4 +1,4 @@
-"""Tokenizers as Hugging Face files: tokenizer.json with the same ids, and tokenizer_config.json."""
+"""Export tokenizers to Hugging Face files: tokenizer.json (same ids) and tokenizer_config.json."""
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,13 +11,13 @@ from data.tokenizers import EOS_NAMES, load_tokenizer, symbol_pattern
 def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
     """Write the tokenizer of a run into a Hugging Face folder.
 
-    name: of `load_tokenizer`. bos: whether texts start with it. max_tokens: the length that the model was trained with.
+    name: see `load_tokenizer`. bos: whether texts start with it. max_tokens: the training length.
     """
     from tokenizers.processors import TemplateProcessing
     folder, own, fast = Path(folder), load_tokenizer(name, bos), fast_tokenizer(name)
     eos, start = fast.id_to_token(own.eos_id), fast.id_to_token(own.bos_id) if bos else None
     if Path(name).suffix == '.json' and fast.encode('a').ids == [*own.start, *own.encode('a')]:
-        content = Path(name).read_bytes()  # so that the run and the folder are known to have one tokenizer
+        content = Path(name).read_bytes()  # unchanged, so that both have the same checksum
     else:
         fast.add_special_tokens([token for token in (eos, start) if token])
         fast.post_processor = TemplateProcessing(single=[start, '$A'] if bos else ['$A'],
@@ -31,13 +31,13 @@ def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
 
 
 def fast_tokenizer(name: str):
-    """Return the tokenizers.Tokenizer with the ids of `load_tokenizer(name)`."""
+    """Return the tokenizers.Tokenizer with the same ids as `load_tokenizer(name)`."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     if name in ('byte', 'gpt2') or Path(name).is_dir():
         own = load_tokenizer(name)
         return byte_level({own.decode([i]): i for i in range(own.eos_id)}, splits_words=name != 'byte')
     if name.endswith('.model'):
-        return sentencepiece_as_fast(name)
+        return convert_sentencepiece(name)
     if not task_class(name):
         return Tokenizer.from_file(name)
     symbols = make_task(name).symbols
@@ -47,19 +47,19 @@ def fast_tokenizer(name: str):
 
 
 def byte_level(ranks: dict[bytes, int], splits_words: bool = True):
-    """Return a byte-level BPE whose merges are those of tiktoken's ranks. The next id after them ends a document."""
+    """Return a byte-level BPE with tiktoken's merge ranks. The next id after them is eos."""
     from tokenizers import pre_tokenizers
     from transformers.convert_slow_tokenizer import TikTokenConverter
     converter = TikTokenConverter(ranks)
-    converter.load_tiktoken_bpe = lambda ranks: ranks  # it expects the path of a file with them
+    converter.load_tiktoken_bpe = lambda ranks: ranks  # it expects a file path
     fast = converter.converted()
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)
     fast.add_special_tokens([EOS_NAMES[0]])
     return fast
 
 
-def sentencepiece_as_fast(path: str):
-    """Return transformers' conversion of a SentencePiece .model."""
+def convert_sentencepiece(path: str):
+    """Convert a SentencePiece .model with transformers."""
     from transformers import AutoTokenizer
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(path, Path(folder) / 'tokenizer.model')

@@ -1,7 +1,7 @@
-"""lm-eval on a run: `RunLM` is its model, `run_tasks` runs its tasks.
+"""lm-eval for runs: `RunLM` is the model, `run_tasks` runs tasks.
 
-With several processes, `Scorer.score` and `RunLM.generate_until` each do a share of the requests and gather the rest.
-Other settings of lm-eval, such as few-shot prompts, are options of `lm_eval.simple_evaluate(RunLM(...), ...)`.
+With several processes, each scores a share of the requests and gathers the rest. For other lm-eval
+settings, such as few-shot prompts, use `lm_eval.simple_evaluate(RunLM(...), ...)`.
 """
 import difflib
 import functools
@@ -16,16 +16,16 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from common.benchmarks import task_files
 from common.decoding import generate
-from common.files import ROOT, UserError, say_once
-from common.parallel import all_gather, first_given, rank, world
+from common.files import ROOT, UserError, warn_once
+from common.parallel import all_gather, first_not_none, rank, world
 from common.scoring import Scorer
 from data.tokenizers import Tokenizer
 
-OUR_TASKS = ROOT / 'config/lm_eval'  # tasks that lm-eval lacks
+OUR_TASKS = ROOT / 'config/lm_eval'  # tasks that are not in lm-eval
 
 
 class RunLM(TemplateLM):
-    """A trained run as a model of lm-eval. ends: the ids that end an answer; none: the tokenizer's eos."""
+    """lm-eval model for a trained run. ends: ids that end an answer; None: the tokenizer's eos."""
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, ends: list[int] | None = None):
         super().__init__()
@@ -43,8 +43,8 @@ class RunLM(TemplateLM):
         return self.encoding.encode(string)
 
     def _loglikelihood_tokens(self, requests, **kwargs):
-        start, empty = [*self.encoding.start], [self.prefix_token_id]  # lm-eval's ids for an empty context
-        # A context of blanks may have no token, and so may a continuation whose first token joins it with its context.
+        start, empty = [*self.encoding.start], [self.prefix_token_id]  # empty: how lm-eval encodes an empty context
+        # A context of spaces may be empty; so may a continuation that merges with its context.
         pairs = [(context if context == empty else start + context or empty, continuation or self.tok_encode(texts[1]))
                  for texts, context, continuation in requests]
         return [(nats, is_greedy) for nats, is_greedy, _ in self.scorer.score(pairs)]
@@ -67,7 +67,7 @@ class RunLM(TemplateLM):
             text, options = request.args
             options = normalize_gen_kwargs(options)
             if options['max_gen_toks'] > longest:
-                say_once(f'answers end after {longest} tokens, half of what the model reads')
+                warn_once(f'answers are cut at {longest} tokens, half of the context length')
                 options['max_gen_toks'] = longest
             prompt = [*self.encoding.start, *self.encoding.encode(text)] or [self.prefix_token_id]
             room = max(1, self.scorer.max_length - options['max_gen_toks'])
@@ -82,9 +82,9 @@ class RunLM(TemplateLM):
 
 
 def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[int], seed: int) -> list[str]:
-    """Return the text that follows each prompt, up to the first stop string.
+    """Return a continuation of each prompt, up to the first stop string.
 
-    batch: [(ids of a prompt, options)], all with the same options.
+    batch: [(prompt ids, options)], all with the same options.
     """
     options = batch[0][1]
     stops = [stop for stop in options['until'] if stop]
@@ -99,7 +99,7 @@ def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[i
     sampling = {'temperature': 0}
     if options['do_sample']:
         sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
-                    'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: all
+                    'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: off
     new = generate(model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=ends,
                    finished=finished, seed=seed, **sampling)
     return [postprocess_generated_text(text_of(ids), stops, None) for ids in new]
@@ -107,17 +107,17 @@ def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[i
 
 @functools.cache
 def task_manager() -> TaskManager:
-    """Return lm-eval's index of its tasks and of ours. Making it takes seconds."""
+    """Return lm-eval's task index, including ours. Takes seconds the first time."""
     return TaskManager(include_path=str(OUR_TASKS))
 
 
 def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | None = None, **options) -> dict:
-    """Return lm-eval's results of a model on tasks, zero-shot. options: of lm_eval.simple_evaluate."""
+    """Run lm-eval tasks zero-shot and return its results. options: for lm_eval.simple_evaluate."""
     manager = task_manager()
     for task in tasks:
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, 3)
-            raise UserError(f'lm-eval knows no task {task!r}: did you mean {" or ".join(near) or "another"}?')
+            raise UserError(f'unknown lm-eval task {task!r}: did you mean {" or ".join(near) or "another"}?')
     with tempfile.TemporaryDirectory() as folder:
         specs = tasks
         if data_dir:
@@ -126,13 +126,13 @@ def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | No
             found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
                                             bootstrap_iters=0, **{'log_samples': False, **options})
         except OSError as error:
-            raise UserError(f'the documents of {", ".join(tasks)} could not be loaded ({type(error).__name__}: '
+            raise UserError(f'the data of {", ".join(tasks)} could not be loaded ({type(error).__name__}: '
                             f'{error}); offline, use --data_dir')
-    return first_given(found)  # lm-eval only returns them on rank 0
+    return first_not_none(found)  # lm-eval only returns them on rank 0
 
 
 def task_metrics(found: dict) -> dict[str, dict[str, float]]:
-    """Return {task: {metric: value}} from lm-eval's results."""
+    """Convert lm-eval's results to {task: {metric: value}}."""
     return {task: {name.removesuffix(',none'): value for name, value in values.items()
                    if isinstance(value, float) and 'stderr' not in name}
             for task, values in found['results'].items()}

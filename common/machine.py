@@ -1,4 +1,4 @@
-"""The machine: devices, dtypes, processes, threads, memory, terminal output and signals."""
+"""The machine: devices, dtypes, processes, threads, memory, terminal and signals."""
 import atexit
 import ctypes
 import math
@@ -20,36 +20,36 @@ import torch.distributed as dist
 
 from common.files import UserError
 
-Device = Literal['auto', 'cuda', 'cpu', 'mps']  # settings of the scripts
+Device = Literal['auto', 'cuda', 'cpu', 'mps']  # types of the scripts' settings
 DType = Literal['auto', 'bfloat16', 'float32']
 
-CGROUP = Path('/sys/fs/cgroup')  # where Linux shows the quota of a container
+CGROUP = Path('/sys/fs/cgroup')  # where Linux shows a container's CPU quota
 
 
 @dataclass
 class Machine:
-    """This process: its rank, the number of processes, its device and the dtype of its matrix products."""
+    """This process: rank, number of processes, device and dtype of matrix products."""
 
     rank: int
     world: int
     device: torch.device
     dtype: torch.dtype = torch.float32
-    launcher: int | None = None  # process id of torchrun, None if the process was started without it
+    launcher: int | None = None  # process id of torchrun; None: started without it
 
     def is_orphan(self) -> bool:
         """Return True if the torchrun that started this process has died."""
         return self.launcher is not None and os.getppid() != self.launcher
 
     def compiled(self, model: torch.nn.Module, on: bool | None):
-        """Return the model as training calls it, compiled if `on`; None: on GPUs only."""
+        """Return the model for training, compiled if `on`; None: on GPUs only."""
         if self.device.type == 'cuda' or on:
             from common import gpu
-            gpu.set_compiler_options()  # FlexAttention is compiled, even if the model is not
+            gpu.set_compiler_options()  # FlexAttention is always compiled
             return model if on is False else torch.compile(model)
         return model
 
     def peak_flops(self) -> float | None:
-        """Return the FLOP/s that the GPU can reach; None if that is not known."""
+        """Return the GPU's peak FLOP/s, or None if unknown."""
         if self.device.type == 'cuda':
             from common.gpu import peak_flops
             return peak_flops(self.device, self.dtype)
@@ -59,7 +59,7 @@ class Machine:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def peak_memory(self) -> int:
-        """Return the most bytes that this process has held, on the GPU or else on the host."""
+        """Return the peak memory of this process in bytes, on the GPU or else on the host."""
         if self.device.type == 'cuda':
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == 'darwin' else 1024
@@ -67,18 +67,18 @@ class Machine:
 
 
 def pick_device(name: Device) -> str:
-    """Return 'cuda', 'cpu' or 'mps'. auto: cuda if PyTorch sees a GPU, else cpu."""
+    """Return 'cuda', 'cpu' or 'mps'. auto: cuda if available, else cpu."""
     available = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     if name == 'auto':
         return 'cuda' if available['cuda'] else 'cpu'
     if not available[name]:
-        raise UserError(f'device is {name}, but PyTorch sees no such GPU here: use --device=cpu, or install a build of '
-                        'PyTorch for it')
+        raise UserError(f'device is {name}, but PyTorch finds no such GPU: use --device=cpu, or install a PyTorch '
+                        f'build for {name}')
     return name
 
 
-def own_device(name: Device) -> torch.device:
-    """Return the device of this process. A GPU, which is then selected, is that of its local rank."""
+def local_device(name: Device) -> torch.device:
+    """Return the device of this process. Selects the GPU of its local rank."""
     device, local = torch.device(pick_device(name)), ranks()[2]
     if device.type != 'cuda':
         return device
@@ -90,40 +90,40 @@ def own_device(name: Device) -> torch.device:
 
 
 def pick_dtype(name: DType, device: str, big_enough: bool = True) -> torch.dtype:
-    """Return the dtype of matrix products in training. auto: bf16 on CUDA and on CPUs that have bf16 instructions.
+    """Return the dtype of matrix products. auto: bf16 on CUDA and on CPUs with bf16 instructions.
 
-    big_enough: False for models so small that a CPU gains nothing from it.
+    big_enough: False for models so small that bf16 does not pay off on a CPU.
     """
     if name != 'auto':
         return getattr(torch, name)
     if device != 'cpu':
         return torch.bfloat16 if device == 'cuda' else torch.float32
-    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private functions that may be missing
+    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private functions, may be missing
     has_bf16 = any(getattr(torch.cpu, test, bool)() for test in tests)
     return torch.bfloat16 if big_enough and has_bf16 else torch.float32
 
 
 def decoding_dtype(name: DType, device: str) -> torch.dtype:
-    """Return the dtype of weights and cache in decoding. auto: bf16 on CUDA, fp32 elsewhere."""
+    """Return the dtype of weights and cache for decoding. auto: bf16 on CUDA, else fp32."""
     return pick_dtype(name, device, big_enough=False)
 
 
 def start_processes(s) -> Machine:
-    """Join the other processes, if any, and set up the device, threads and allocator. s has `device` and `threads`."""
+    """Join the other processes and set up device, threads, allocator. s has `device`, `threads`."""
     rank, world, _, local_world = ranks()
-    device = own_device(s.device)
+    device = local_device(s.device)
     if device.type != 'cuda':
         set_threads(s.threads, local_world)
-        torch.set_flush_denormal(True)  # arithmetic on denormal numbers is far slower
+        torch.set_flush_denormal(True)  # arithmetic on denormals is far slower
         keep_freed_memory()
-    join_processes('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
+    init_distributed('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
     return Machine(rank, world, device, launcher=os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None)
 
 
 def ranks() -> tuple[int, int, int, int]:
-    """Return (rank, world size, local rank, local world size), by the environment that torchrun or SLURM has set.
+    """Return (rank, world size, local rank, local world size) as set by torchrun or SLURM.
 
-    (0, 1, 0, 1) for a process on its own, such as one that inherited RANK from another program.
+    (0, 1, 0, 1) for a single process, even if it inherited RANK from another program.
     """
     needed = {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR'}
     is_worker = 'TORCHELASTIC_RUN_ID' in os.environ or needed <= os.environ.keys()
@@ -131,8 +131,8 @@ def ranks() -> tuple[int, int, int, int]:
     return tuple(int(os.environ.get(name, default)) if is_worker else default for name, default in defaults.items())
 
 
-def join_processes(backend: str) -> None:
-    """Wait until all processes of this program have started, if there are several. Says so after 10 seconds."""
+def init_distributed(backend: str) -> None:
+    """Initialize torch.distributed if there are several processes. Prints a hint after 10 s."""
     rank, world, *_ = ranks()
     if world == 1 or dist.is_initialized():
         return
@@ -148,7 +148,7 @@ def join_processes(backend: str) -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use: its affinity, and the quota of its container."""
+    """Return the number of CPU cores of this process, by its affinity and container quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     for files in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):  # of cgroups v2 and v1
         with suppress(OSError, ValueError):  # no such file; 'max': no quota
@@ -158,9 +158,9 @@ def usable_cores() -> int:
 
 
 def set_threads(n_threads: int | None, local_world: int) -> None:
-    """Set the number of CPU threads. None: PyTorch's default, or an equal share of the cores for each local process.
+    """Set the number of CPU threads. None: PyTorch's default, or cores / local processes.
 
-    OMP_NUM_THREADS takes precedence over the cores, unless several processes have 1, which torchrun sets by default.
+    OMP_NUM_THREADS takes precedence, except for the value 1 that torchrun sets by default.
     """
     omp = os.environ.get('OMP_NUM_THREADS')
     if n_threads is None and (omp is None or local_world > 1 and omp == '1'):
@@ -172,7 +172,7 @@ def set_threads(n_threads: int | None, local_world: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks instead of returning them to the kernel: page faults slow CPU training down."""
+    """Make glibc reuse freed memory instead of returning it to the kernel: fewer page faults."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')
         for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap, trim thresholds, top pad
@@ -182,7 +182,7 @@ def keep_freed_memory() -> None:
 # ---- terminal and signals ----
 
 def make_progress() -> Callable[[str], None]:
-    """Return a function that shows a line: one updating line on a terminal, else a line every ten seconds."""
+    """Return a function that prints progress: on a terminal, one updating line; else every 10 s."""
     shown = 0.0
 
     def progress(line):
@@ -196,17 +196,17 @@ def make_progress() -> Callable[[str], None]:
 
 
 def say(line: str, end: str = '\n') -> None:
-    """Print a line that stays, above the updating one."""
-    with suppress(OSError):  # a closed terminal: its SIGHUP ends the run, which first saves
+    """Print a permanent line, above the updating one."""
+    with suppress(OSError):  # the terminal is closed: SIGHUP will stop the run
         print(f'\r{line:<100}' if sys.stdout.isatty() else line, end=end, flush=True)
 
 
 @contextmanager
-def caught_signals() -> Iterator[list]:
+def catch_signals() -> Iterator[list]:
     """Yield a list that becomes non-empty at the first SIGINT, SIGTERM or SIGHUP.
 
-    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP, which a shell may send, is ignored. Signals
-    that were ignored before, as under nohup, stay ignored.
+    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP, which shells may send, is
+    ignored. Signals that were ignored before (under nohup) stay ignored.
     """
     stop = []
 

@@ -1,6 +1,6 @@
-"""Estimate of the memory of a training step on a GPU, for dry runs.
+"""Estimate the GPU memory of a training step, for dry runs.
 
-The step runs on meta tensors, which have no storage, and the bytes that they would take are counted.
+The step runs on meta tensors, which have no storage, and the bytes they would take are counted.
 """
 import math
 import weakref
@@ -15,15 +15,15 @@ PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Ten
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all live tensors that were made inside it: `live` now, `peak` at most."""
+    """Count the bytes of live tensors created inside: `live` now, `peak` at most."""
 
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
-        self.sizes = {}  # address of a storage: its bytes
+        self.sizes = {}  # {address of a storage: its bytes}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator is torch.ops.aten.nonzero.default and args[0].is_meta:  # no values to tell how many: at most all
+        if operator is torch.ops.aten.nonzero.default and args[0].is_meta:  # its size depends on the values: assume all
             out = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         else:
             out = operator(*args, **(kwargs or {}))
@@ -39,8 +39,8 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.sizes.pop(address)
 
 
-class AsOnGPU(DeviceContext):  # the only kind of mode that activation checkpointing enters again in the backward pass
-    """torch.device('meta'), with matrix products in `dtype`, which stands in for autocast, and fused attention."""
+class EmulateGPU(DeviceContext):  # because activation checkpointing re-enters only this mode in the backward pass
+    """torch.device('meta'), with matrix products in `dtype`, like autocast, and fused attention."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__(torch.device('meta'))
@@ -55,19 +55,19 @@ class AsOnGPU(DeviceContext):  # the only kind of mode that activation checkpoin
                                           kwargs)
 
 
-def bytes_by_rows(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[float, float]:
-    """Return the peak bytes of a forward and backward pass, besides weights and gradients: (fixed, per row).
+def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[float, float]:
+    """Return peak bytes of forward and backward without weights and gradients: (fixed, per row).
 
-    model: on the meta device. Windows are taken to be one document. Fitted to micro-batches of about 2,000 and 4,000
-    tokens: the logits of a chunked loss do not grow beyond those, so it is right or somewhat high for larger ones. What
-    our own operators in C or Triton hold inside is not counted.
+    model: on the meta device. Assumes one document per window. Fitted at about 2,000 and 4,000
+    tokens per micro-batch; the logits of a chunked loss do not grow beyond that, so estimates for
+    larger ones are right or somewhat high. Memory inside our C and Triton operators is not counted.
     """
     few, peaks = math.ceil(2048 / T), []
     for p in model.parameters():
-        p.grad = torch.empty_like(p)  # as from the second micro-batch on
+        p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
     for n_rows in (few, 2 * few):
         tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
-        with LiveBytes() as live, AsOnGPU(dtype):
+        with LiveBytes() as live, EmulateGPU(dtype):
             model(tokens, tokens)['loss'].backward()
         peaks.append(live.peak)
     per_row = (peaks[1] - peaks[0]) / few

@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices of a model and AdamW for the rest, as one optimizer."""
+"""One optimizer: Muon for a model's hidden matrices, AdamW for the rest."""
 import torch
 
 from common.files import UserError
@@ -7,14 +7,14 @@ from common.files import UserError
 class MuonAndAdamW:
     """torch.optim.Muon and torch.optim.AdamW stepped together.
 
-    Has what training reads of an optimizer: `param_groups`, `state` by parameter, and `found_inf`: None, or a tensor
-    that is 1 if the next step must change nothing. PyTorch's Muon does not know `found_inf`, so each step waits for it.
+    Has `param_groups`, `state` by parameter and `found_inf`: None, or a tensor that is 1 if the
+    next step must be a no-op. PyTorch's Muon does not support found_inf, so each step waits for it.
     """
 
     def __init__(self, hidden: list, adamw: torch.optim.AdamW, learning_rate: float, weight_decay: float):
         """hidden: the parameters for Muon."""
         if not hidden:
-            raise UserError('optimizer = muon trains linear layers except heads, and this model has none: use adamw')
+            raise UserError('optimizer = muon needs linear layers other than heads, but this model has none: use adamw')
         self.muon = torch.optim.Muon(hidden, lr=learning_rate, weight_decay=weight_decay,
                                      adjust_lr_fn='match_rms_adamw')
         self.adamw = adamw
@@ -33,6 +33,6 @@ class MuonAndAdamW:
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the weights that Muon is meant for: those of linear layers, except heads."""
+    """Return the weights for Muon: those of linear layers, except heads."""
     return {module.weight for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and not name.endswith('head')}

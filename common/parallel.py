@@ -1,6 +1,6 @@
-"""Several processes: DDP (each holds the whole model) and FSDP (each holds a part of every weight).
+"""Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-What only FSDP needs is in common/sharding.py.
+FSDP-only code is in common/sharding.py.
 """
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,20 +18,20 @@ def world() -> int:
 
 
 def all_gather(value) -> list:
-    """Return the value of each process, by rank."""
+    """Return a list with the value of each process, by rank."""
     values = [value] * world()
     if world() > 1:
         dist.all_gather_object(values, value)
     return values
 
 
-def first_given(value):
-    """Return the first value over all processes, by rank, that is not None; None if there is none."""
+def first_not_none(value):
+    """Return the first value, by rank, that is not None on its process; None if there is none."""
     return next((v for v in all_gather(value) if v is not None), None)
 
 
 def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all processes, in the same tensor."""
+    """Sum a tensor over all processes, in place."""
     if world() > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -44,7 +44,7 @@ def any_rank(flag: bool) -> bool:
 
 @contextmanager
 def rank_0_first() -> Iterator[None]:
-    """Let rank 0 run the block before all others, so that it can build files that the others then find."""
+    """Run the block on rank 0 before all others, so that they find the files it creates."""
     if rank() > 0:
         all_gather(None)  # waits for rank 0
     try:
@@ -60,15 +60,15 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
 
-def averaging_gradients(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return the compiled model as training calls it: in DistributedDataParallel if processes have copies."""
+def wrap_ddp(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Wrap the compiled model in DistributedDataParallel if each process has a copy."""
     if world() == 1 or is_sharded(model):
         return compiled
     return torch.nn.parallel.DistributedDataParallel(compiled, device_ids=[device] if device.type == 'cuda' else None)
 
 
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:
-    """Reduce gradients over processes in the next backward pass, or not. ddp: the model as training calls it."""
+    """Turn gradient reduction of the next backward pass on or off. ddp: the wrapped model."""
     if is_sharded(model):
         model.set_requires_gradient_sync(on)
         model.set_is_last_backward(on)
@@ -77,8 +77,8 @@ def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> 
 
 
 @contextmanager
-def whole_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Gather all weights on each process, to run the model without training it. All processes must enter together."""
+def gather_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Gather all weights on every process, to run the model without training it. Collective."""
     sharded = [module for module in model.modules() if is_sharded(module)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
@@ -91,11 +91,11 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
             module.set_reshard_after_forward(module is not model, recurse=False)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a sharded one; any other tensor as it is."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a sharded one; other tensors unchanged."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a sharded tensor; any other tensor as it is."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a sharded tensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor

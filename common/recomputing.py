@@ -1,11 +1,11 @@
-"""Decoding with a model that has no cache: every step recomputes the whole text."""
+"""Decoding for models without a cache: every step recomputes the whole text."""
 import torch
 
-MAX_LOGITS = 2 ** 26  # most numbers in the logits of one call
+MAX_LOGITS = 2 ** 26  # maximum number of logits in one call
 
 
 class Recomputing:
-    """Gives a model that only has `logits(idx)` the calls `new_cache` and `extend`: the cache holds the text itself.
+    """Adapter that adds `new_cache` and `extend` to a model with `logits(idx)`. Caches the text.
 
     There is no `cache.hidden`, and steps are not captured as CUDA graphs.
     """
@@ -20,9 +20,9 @@ class Recomputing:
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
-        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the rows of the cache.
+        """Append tokens (B, n), right-padded to lengths (B,) >= 1 if given, to the cache.
 
-        Returns the logits of each row's last token (B, V), or of every position (B, n, V) with all_positions.
+        Returns the last token's logits of each row (B, V), or all (B, n, V) with all_positions.
         """
         n = tokens.shape[1]
         positions = cache.lengths[:, None] + torch.arange(n, device=tokens.device)
@@ -30,7 +30,7 @@ class Recomputing:
         cache.lengths += n if lengths is None else lengths
         text_len = int(cache.lengths.max())
         if text_len > cache.max_tokens:
-            raise ValueError(f'the cache holds {cache.max_tokens} tokens per row, but {text_len} are needed')
+            raise ValueError(f'the cache has room for {cache.max_tokens} tokens per row, but {text_len} are needed')
         wanted = positions.clamp(max=text_len - 1) if all_positions else cache.lengths[:, None] - 1
         n_rows = max(1, MAX_LOGITS // (text_len * self.config.vocab_size))
         parts = zip(cache.tokens[:, :text_len].split(n_rows), wanted.split(n_rows))
@@ -39,7 +39,7 @@ class Recomputing:
 
 
 class TextCache:
-    """The text of each row: tokens (B, max_tokens + 1), of which the first `lengths` (B,) are filled."""
+    """The text of each row: tokens (B, max_tokens + 1), filled up to `lengths` (B,)."""
 
     def __init__(self, batch_size, max_tokens, max_run, device):
         self.max_tokens, self.max_run = max_tokens, max_run
@@ -48,5 +48,5 @@ class TextCache:
         self.nbytes = self.tokens.nbytes + self.lengths.nbytes
 
     def rollback(self, n):
-        """Forget the last n tokens: n is an int, or (B,) int64 with one count per row."""
+        """Remove the last n tokens: n is an int, or (B,) int64 with one count per row."""
         self.lengths -= n

@@ -1,4 +1,4 @@
-"""The settings of a training run, its costs, and what is wrong with them."""
+"""Settings of a training run: reading them, describing their cost, and checking them."""
 import importlib.util
 from dataclasses import fields
 from pathlib import Path
@@ -11,13 +11,13 @@ from data.tokenizers import load_tokenizer, padded_vocab
 
 
 def read_settings(Settings: type, argv: list[str]) -> tuple:
-    """Return (settings, {name: value} for the model's Config, config.json of the run that is continued, or None).
+    """Return (settings, {name: value} for the model's Config, config.json of the run to continue).
 
-    The values are given by the user or taken from --init_from. Settings: train.py's dataclass.
+    The values come from the user or from --init_from. Settings: train.py's dataclass.
     """
     if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
         from common import continuing
-        argv = continuing.with_model_of_run(argv)
+        argv = continuing.add_model_option(argv)
     s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
     if s.out_dir is None:
         s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
@@ -25,13 +25,13 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     if s.extend or s.resume:
         s, record = continuing.continued_settings(s, given)
     elif s.init_from:
-        s, given = continuing.with_model_of_source(s, given)
+        s, given = continuing.inherit_model_settings(s, given)
     own = {f.name for f in fields(Settings)}
     return s, {name: value for name, value in given.items() if name not in own}, record
 
 
 def model_config(s, given, data, record):
-    """Return the model's Config: the saved one, or the user's values with the vocabulary of the data."""
+    """Return the model's Config: the saved one, or the user's values and the data's vocabulary."""
     if record:
         from common.continuing import continued_config
         return continued_config(s, given, data, record)
@@ -39,21 +39,21 @@ def model_config(s, given, data, record):
         runs.check_vocabulary(runs.read_run(s.init_from), data, s.init_from)
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
-                        'n_ids out')
+                        'out n_ids')
     eos_id = data.eos_id if s.documents else None
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
-    names_of_both = [f.name for f in fields(runs.model_file(s.model).Config) if hasattr(s, f.name)]  # e.g. block_size
-    return runs.make_config(s.model, vocabulary | {name: getattr(s, name) for name in names_of_both} | given)
+    shared_names = [f.name for f in fields(runs.model_file(s.model).Config) if hasattr(s, f.name)]  # e.g. block_size
+    return runs.make_config(s.model, vocabulary | {name: getattr(s, name) for name in shared_names} | given)
 
 
 def describe(s, model, data) -> None:
-    """Print the size and cost of a run. Raises UserError for settings that do not suit the model."""
+    """Print the size and cost of a run. UserError for settings that do not fit the model."""
     if s.acceptance_prompts and not getattr(model, 'longest_draft', 0):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
                         'cannot draft for itself: use 0')
     try:
         flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-    except ValueError as error:  # block_size does not suit the model
+    except ValueError as error:  # block_size does not fit the model
         raise UserError(str(error))
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
@@ -64,15 +64,15 @@ def describe(s, model, data) -> None:
     constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
     if s.warmup_tokens > constant_until:
         print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
-              f'and the decay begins, or the run ends, after {constant_until:,.0f}')
+              f'but the decay begins, or the run ends, after {constant_until:,.0f}')
 
 
 def resume_command(argv: list[str], world: int, out_dir: str) -> str:
-    """Return the command that continues a run, from the arguments of the one that started it."""
+    """Return the command that continues a run, from the arguments that started it."""
     args = [a for a in argv if a not in ('--resume', '--overwrite') and not a.startswith('--extend=')]
     if not any(a.startswith('--out_dir=') for a in args):
         args.append(f'--out_dir={out_dir}')
-    here = ranks()[-1]  # processes on this machine
+    here = ranks()[-1]  # processes per machine
     start = f'torchrun --nnodes={world // here} --nproc_per_node={here}' if world > 1 else 'python'
     return start + command('train.py', *args, '--resume').removeprefix('python')
 
@@ -81,26 +81,26 @@ def check_settings(s, data, world) -> None:
     """Raise UserError for settings that would fail later. world: the number of processes."""
     for wrong, sentence in (
             (s.optimizer == 'muon' and s.parallel == 'fsdp',
-             'optimizer = muon needs whole matrices, but with parallel = fsdp each process has a part: use '
+             'optimizer = muon needs full matrices, but parallel = fsdp shards them: use '
              '--parallel=ddp or --optimizer=adamw'),
             (s.shard and s.parallel == 'ddp',
-             f'shard is {s.shard}, but with parallel = ddp each process has all weights: use --parallel=fsdp'),
+             f'shard is {s.shard}, but parallel = ddp does not shard weights: use --parallel=fsdp'),
             (s.shard and world > 1 and world % s.shard,
-             f'shard is {s.shard}, which does not divide the {world} processes: use a divisor, such as the number of '
-             'GPUs per machine'),
+             f'shard is {s.shard}: expected a divisor of the {world} processes, such as the '
+             'number of GPUs per machine'),
             (s.batch_size < world,
-             f'batch_size is {s.batch_size}, fewer sequences than the {world} processes: each needs one'),
+             f'batch_size is {s.batch_size}: each of the {world} processes needs at least one sequence'),
             (s.parallel == 'fsdp' and s.batch_size % world,
-             f'batch_size is {s.batch_size}: parallel = fsdp needs a multiple of the {world} processes'),
+             f'batch_size is {s.batch_size}: parallel = fsdp needs a multiple of the number of processes, {world}'),
             (s.acceptance_prompts and hasattr(data, 'score'),
-             f'acceptance_prompts = {s.acceptance_prompts} continues text, {data.folder} is a task: use 0'),
+             f'acceptance_prompts = {s.acceptance_prompts} needs text, but {data.folder} is a task: use 0'),
             (s.wandb_project and importlib.util.find_spec('wandb') is None,
              f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb')):
         if wrong:
             raise UserError(sentence)
     for split in ('train', 'val'):
         if data.n_windows(split, s.block_size) < 1:
-            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for windows of '
+            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for a window of '
                             f'block_size = {s.block_size}: use a smaller block_size or more data')
     if s.sample_tokens and not s.dry_run:
-        load_tokenizer(data.tokenizer)  # fails now, not after training
+        load_tokenizer(data.tokenizer)  # fail now, not after training

@@ -1,4 +1,4 @@
-"""Models by name, and run folders (docs/runs.md lists their files)."""
+"""Models by name, and run folders (files: docs/runs.md)."""
 import dataclasses
 import difflib
 import importlib
@@ -22,13 +22,13 @@ from common.files import ROOT, UserError, command, first_line, locked, read_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.tasks import Generated
-from data.tokenizers import TOKENIZER_FILES, keep_tokenizer, tokenizer_digest
+from data.tokenizers import TOKENIZER_FILES, copy_tokenizer, tokenizer_digest
 
-NEEDED = {  # what the scripts read of config.json, besides the settings of training and the model's Config
+REQUIRED_KEYS = {  # required keys of config.json, besides the settings of training and of the model
     'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,
     'versions': dict, 'data': dict, 'data.tokenizer': str, 'data.n_ids': int, 'data.eos_id': int, 'data.bos': bool,
     'data.sha256': str}
-EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder by eval.py and analysis.speculative
+EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written by eval.py and analysis.speculative
 
 
 # ---- models ----
@@ -36,14 +36,14 @@ EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written to a run folder 
 def model_file(name: str) -> ModuleType | SimpleNamespace:
     """Return the module model_<name>.py of the repository.
 
-    'gpn.NoDecay' is model_gpn.py with its Model replaced by the subclass NoDecay of analysis/edits.py.
+    'gpn.NoDecay' is model_gpn.py with Model replaced by its subclass NoDecay of analysis/edits.py.
     """
     base, _, subclass = str(name).partition('.')
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
     if base not in known:
         near = difflib.get_close_matches(base, known, 1, 0.4) or known
         raise UserError(f'unknown model {name!r}: did you mean {" or ".join(map(repr, near))}? '
-                        '(there is one model_NAME.py per model)')
+                        '(each model is a file model_NAME.py)')
     module = importlib.import_module(f'model_{base}')
     if not subclass:
         return module
@@ -54,37 +54,37 @@ def model_file(name: str) -> ModuleType | SimpleNamespace:
 
 
 def make_config(model_name: str, values: dict):
-    """Return the Config of a model file with these values; UserError for a wrong type, choice or combination."""
+    """Return a model file's Config with these values. UserError for invalid values."""
     return make_settings(model_file(model_name).Config, values, f'for model {model_name!r}')
 
 
 def saved_config(record: dict, folder):
-    """Return the Config of a run's model from its config.json (`record`)."""
+    """Return the model Config in a run's config.json (`record`)."""
     return make_settings(model_file(record['model']).Config, record['model_config'], f'in {folder}/config.json')
 
 
-def blank_model(model_name: str, config) -> torch.nn.Module:
-    """Return a model on the meta device, for its names, shapes and costs; UserError for impossible sizes."""
+def meta_model(model_name: str, config) -> torch.nn.Module:
+    """Return a model on the meta device, for names, shapes, costs. UserError if it is too large."""
     try:
         with torch.device('meta'):
             return model_file(model_name).Model(config)
     except (RuntimeError, TypeError) as error:
         if 'overflow' not in str(error).lower():
             raise
-        raise UserError(f'model {model_name!r} cannot be so large: {first_line(error)}')
+        raise UserError(f'model {model_name!r} is too large: {first_line(error)}')
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of parameters, tied ones counted once."""
+    """Return the number of parameters, counting tied ones once."""
     return sum(p.numel() for p in model.parameters())
 
 
 # ---- a trained run ----
 
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
-    """Load a trained run: (model in eval mode, its config.json with the checkpoint's 'step').
+    """Load a trained run from its newest undamaged checkpoint.
 
-    Reads the newest checkpoint that is not damaged. dtype None keeps fp32.
+    Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32.
     """
     record = read_run(folder)
     state, tensors = load_checkpoint(folder)
@@ -93,67 +93,67 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
 
-def blank_run(folder) -> torch.nn.Module:
+def meta_run(folder) -> torch.nn.Module:
     """Return the model of a run folder on the meta device."""
     record = read_run(folder)
-    return blank_model(record['model'], saved_config(record, folder))
+    return meta_model(record['model'], saved_config(record, folder))
 
 
 def read_run(folder) -> dict:
-    """Return config.json of a run folder; UserError if it is missing or damaged."""
+    """Return config.json of a run folder. UserError if it is missing or damaged."""
     path = Path(folder) / 'config.json'
     if not path.is_file():
         known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
         quickstart = command('train.py', os.path.relpath(ROOT / 'config/quickstart.py'))
-        raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json); runs here: '
-                        + (known or f'none, train one with {quickstart}'))
-    remedy = 'copy the run again or train it anew'
+        raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json). Runs here: '
+                        + (known or f'none; train one with {quickstart}'))
+    remedy = 'copy the run again or retrain it'
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
-        raise UserError(f'{folder} is a Hugging Face folder: make it a run with '
-                        f'{command("-m", "common.export", name, f"--from_llama={folder}")}, and use {name}')
+        raise UserError(f'{folder} is a Hugging Face folder: convert it to a run with '
+                        f'{command("-m", "common.export", name, f"--from_llama={folder}")}, then use {name}')
     record = read_json(path, remedy, check_record)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
-    return {name: record[name] for name in NEEDED if '.' not in name}
+    return {name: record[name] for name in REQUIRED_KEYS if '.' not in name}
 
 
 def check_record(record: dict) -> None:
-    """Raise ValueError unless a run's config.json holds what NEEDED lists. Converts whole floats to int."""
-    for name, kind in NEEDED.items():
+    """Raise ValueError if config.json lacks any of REQUIRED_KEYS. Converts whole floats to int."""
+    for name, kind in REQUIRED_KEYS.items():
         part, _, key = name.rpartition('.')
         owner = record[part] if part else record
         if key not in owner:
             raise ValueError(f'no {name}')
         owner[key] = typed(key, owner[key], kind, 'there')
     if record['data']['eos_id'] >= record['data']['n_ids']:
-        raise ValueError('eos_id is no id of the tokenizer')
+        raise ValueError('eos_id is not an id of the tokenizer')
 
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
-    """Return the data called `name`, or the run's own; UserError if there is none or its tokenizer is not the run's."""
+    """Return the data `name`, or the run's own. UserError if there is none or tokenizers differ."""
     name = name or record['settings'].get('data')
     if not name:  # an imported run
-        raise UserError('this run has no data of its own: give --data=FOLDER')
+        raise UserError('this run has no data: give --data=FOLDER')
     data = open_data(str(name))
     check_vocabulary(record, data, folder)
     return data
 
 
 def same_vocabulary(a: dict, b: dict) -> bool:
-    """Return True if two 'data' records of config.json have the same tokenizer, wherever its files are."""
+    """Return True if two 'data' records of config.json have the same tokenizer, in any location."""
     digests = {tokenizer_digest(a['tokenizer']), tokenizer_digest(b['tokenizer'])} - {None}
     return a['n_ids'] == b['n_ids'] and a['eos_id'] == b['eos_id'] and len(digests) < 2
 
 
 def check_vocabulary(record: dict, data, folder=None) -> None:
-    """Raise UserError unless the run in `folder` was trained with the tokenizer of the data."""
+    """Raise UserError unless the run in `folder` was trained with the data's tokenizer."""
     want, have = record['data'], {'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id}
     if not same_vocabulary(want, have):
         run = f'the run in {folder}' if folder else 'this run'
-        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} with {data.n_ids} ids, {run} was trained with '
-                        f'{want["tokenizer"]!r} and {want["n_ids"]}: use data with the same tokenizer')
+        raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} ({data.n_ids} ids), but {run} was trained '
+                        f'with {want["tokenizer"]!r} ({want["n_ids"]}): use data with that tokenizer')
 
 
 # ---- the length of a run ----
@@ -163,13 +163,13 @@ def n_steps(s) -> int:
 
 
 def last_before_decay(s) -> int | None:
-    """Return the last step of wsd's constant phase, whose checkpoint is kept for --extend; None for other schedules."""
+    """Return the last step before wsd's decay, from which --extend continues; None without wsd."""
     tokens_per_step = s.batch_size * s.block_size
     return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
 
 
 def extension_starts(s) -> bool:
-    """Return True if the run starts from the checkpoint of the run s.extend, because it has none of its own."""
+    """Return True if the run starts from a checkpoint of s.extend because it has none itself."""
     return bool(s.extend) and not (s.resume and checkpoints(s.out_dir))
 
 
@@ -180,18 +180,18 @@ def check_out_dir(folder, overwrite: bool) -> None:
     folder = Path(folder)
     if (folder / 'config.json').exists():
         if not overwrite:
-            raise UserError(f'{folder} holds a run already: --resume continues it, --overwrite replaces it, '
-                            'another --out_dir keeps both')
-        read_run(folder)  # what is replaced is a run
+            raise UserError(f'{folder} already contains a run: use --resume to continue it, --overwrite to replace it, '
+                            'or another --out_dir')
+        read_run(folder)  # only a run may be replaced
     elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
-        if names and not {'.lock'} <= names <= {'.lock', *TOKENIZER_FILES}:  # these are of a run that was killed early
-            raise UserError(f'{folder} exists and is not a run folder: give another --out_dir')
+        if names and not {'.lock'} <= names <= {'.lock', *TOKENIZER_FILES}:  # left by a run killed early
+            raise UserError(f'{folder} already exists and is not a run folder: choose another --out_dir')
 
 
 @contextmanager
-def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
-    """Hold the lock of a run folder. Removes the folder again if it was created here and nothing was written."""
+def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
+    """Lock a run folder. Deletes the folder again if it is new and nothing was written."""
     folder = Path(folder)
     was_there = folder.exists()
     if is_new:
@@ -205,7 +205,7 @@ def claimed(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
 
 
 def remove_run(folder) -> None:
-    """Remove what train.py and eval.py wrote to a run folder, except config.json, which `save_run` replaces."""
+    """Delete what train.py and eval.py wrote to a run folder, except config.json."""
     folder = Path(folder)
     for checkpoint in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         shutil.rmtree(checkpoint)
@@ -214,15 +214,15 @@ def remove_run(folder) -> None:
 
 
 def save_run(folder, record: dict) -> None:
-    """Write a new run folder's config.json, which `read_run` reads, and a copy of the tokenizer's file."""
+    """Write a new run folder's config.json (see `read_run`) and a copy of its tokenizer."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    data = {**record['data'], 'tokenizer': keep_tokenizer(folder, record['data']['tokenizer'])}
+    data = {**record['data'], 'tokenizer': copy_tokenizer(folder, record['data']['tokenizer'])}
     write_json(Path(folder) / 'config.json', {**record, 'data': data})
 
 
 def start_run(s, config, data, machine) -> None:
-    """Make the run folder s.out_dir of a new training run, replacing an old one. config: the model's Config."""
-    remove_run(s.out_dir)  # `check_out_dir` has asked for --overwrite
+    """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
+    remove_run(s.out_dir)  # `check_out_dir` requires --overwrite
     this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
     save_run(s.out_dir, {
         'model': s.model,
@@ -235,20 +235,20 @@ def start_run(s, config, data, machine) -> None:
 
 
 def open_log(folder, step: int) -> TextIO:
-    """Open log.jsonl for appending. If it has lines already, append one that says from which step the run resumes."""
+    """Open log.jsonl for appending. If it has lines, add one with the step the run resumes from."""
     path = Path(folder) / 'log.jsonl'
     before = path.read_bytes() if path.exists() else b''
     log = open(path, 'a', buffering=1)
     if before:
-        log.write('' if before.endswith(b'\n') else '\n')  # end a line that was cut off
+        log.write('' if before.endswith(b'\n') else '\n')  # complete a truncated line
         log.write(json.dumps({'resumed_from': step}) + '\n')
     return log
 
 
 def read_log(folder) -> list[dict]:
-    """Return the records of a run's logged steps, without steps that a resumed run repeated.
+    """Return the logged steps of a run, without steps that were repeated after resuming.
 
-    Says on stderr if lines are not records, such as one that was cut off.
+    Warns about damaged lines on stderr.
     """
     path, records, n_damaged = Path(folder) / 'log.jsonl', [], 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
@@ -263,7 +263,7 @@ def read_log(folder) -> list[dict]:
         elif 'step' in record:
             records.append(record)
     if n_damaged:
-        print(f'{path}: left out {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)
+        print(f'{path}: skipped {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)
     return records
 
 

@@ -1,8 +1,8 @@
-"""Settings of the scripts: dataclasses filled from their defaults, a config file and the command line.
+"""Settings of the scripts: dataclasses filled from defaults, a config file and the command line.
 
-The settings of a training run are `train.Settings` and the `Config` of the chosen model file. A config file is plain
-Python assignments; `--key=value` on the command line overrides it. Unknown names, wrong types and values that are not
-among a setting's `Literal` choices are errors, in a file as on the command line.
+A training run's settings are `train.Settings` and the `Config` of the chosen model file. A config
+file consists of plain Python assignments; `--key=value` overrides it. Unknown names, wrong types
+and values outside a setting's `Literal` choices are errors.
 """
 import ast
 import dataclasses
@@ -20,24 +20,24 @@ from collections.abc import Callable
 
 from common.files import ROOT, UserError, first_line
 
-LARGEST = 2 ** 53  # largest number in a setting: up to here, integers are exact as floats and in JSON
-SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size',  # at least 1; then those of analysis
+LARGEST = 2 ** 53  # largest number in a setting: integers up to here are exact as floats and in JSON
+SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size',  # at least 1; next lines: analysis/
          'seeds', 'jobs', 'steps', 'batches', 'n_documents', 'positions', 'max_k', 'offsets', 'words', 'n_prompts',
          'prompt_tokens', 'n_walks', 'n_prefixes', 'max_degree', 'tokens', 'unigram_tokens', 'batch',
          'prompt', 'new', 'rounds'}
 
 
 class Text(str):
-    """A value from the command line, not yet converted to the type of its setting."""
+    """A command-line value that is not yet converted to the type of its setting."""
 
 
 def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | None = None) -> tuple:
-    """Read a command line: (settings, positional arguments, {name: value} that the user gave).
+    """Parse a command line: (settings, positional arguments, {name: value} that the user gave).
 
-    Settings is a dataclass; argv None means the process's arguments. With config_of, one positional argument is a
-    config file, and the fields of the dataclass config_of(settings.model), a model's Config, are settings too; their
-    values are only in the returned dict. Raises UserError for an unknown name, with the closest valid ones. All
-    arguments after `--` are positional. `--help` prints all settings and exits.
+    Settings: a dataclass. argv None: the process's arguments. With config_of, one positional
+    argument is a config file, and the fields of config_of(settings.model), the model's Config, are
+    settings too, returned only in the dict. Arguments after `--` are positional. `--help` prints
+    all settings and exits. Raises UserError for an unknown name, with suggestions.
     """
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index('--') if '--' in argv else len(argv)
@@ -48,11 +48,11 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     where = dict.fromkeys(given, 'on the command line')
     if config_of and positional:
         if len(positional) > 1:
-            raise UserError(f'expected one config file, and overrides as --key=value; got {" ".join(positional)}')
+            raise UserError(f'expected one config file and overrides as --key=value, got {" ".join(positional)}')
         from_file = read_config_file(positional[0])
-        if 'model' in given and 'model' in from_file:  # leave out the settings that only the file's model has
-            theirs, ours = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
-            for name in theirs.keys() - ours.keys() - typing.get_type_hints(Settings).keys():
+        if 'model' in given and 'model' in from_file:  # drop settings that only the file's model has
+            old, new = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
+            for name in old.keys() - new.keys() - typing.get_type_hints(Settings).keys():
                 from_file.pop(name, None)
         given, where = from_file | given, dict.fromkeys(from_file, f'in {positional[0]}') | where
     own = {f.name: f for f in dataclasses.fields(Settings)}
@@ -71,7 +71,7 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
 
 
 def read_config_file(path: str) -> dict:
-    """Return the assignments of a config file, without modules, functions and names that start with an underscore."""
+    """Return the assignments of a config file: no modules, functions or names starting with _."""
     if os.path.isfile(f'{path}/config.json'):
         raise UserError(f'{path} is a run folder, not a config file: to continue it, use --out_dir={path} --resume')
     if not os.path.isfile(path):
@@ -87,7 +87,7 @@ def read_config_file(path: str) -> dict:
 
 
 def kinds(annotation) -> tuple[list, list]:
-    """Return (the types that a setting may have, its choices); no choices unless it is a Literal or Literal | None."""
+    """Return (allowed types, allowed values) of a setting. Only Literal settings list values."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
     choices = [choice for part in parts for choice in typing.get_args(part)]
@@ -97,16 +97,16 @@ def kinds(annotation) -> tuple[list, list]:
 
 
 def expected(annotation) -> str:
-    """Return the choices or types of a setting in words: "'a', 'b' or None", 'int or None'."""
+    """Describe the choices or types of a setting: "'a', 'b' or None", 'int or None'."""
     options, choices = kinds(annotation)
     names = [repr(choice) for choice in choices] or [o.__name__.replace('NoneType', 'None') for o in options]
     return ', '.join(names[:-1]) + ' or ' * (len(names) > 1) + names[-1]
 
 
 def typed(name: str, value, annotation, where: str):
-    """Return a value converted to the type of its setting; UserError if that is impossible or it is out of range.
+    """Convert a value to the type of its setting. UserError if impossible or out of range.
 
-    A whole float such as 20e9 may be an int, and an int may be a float. Command-line text is parsed as the type needs.
+    A whole float such as 20e9 is accepted as an int, and an int as a float. Text is parsed first.
     """
     options, choices = kinds(annotation)
     if isinstance(value, Text):
@@ -115,7 +115,7 @@ def typed(name: str, value, annotation, where: str):
     if type(value) in (int, float) and not least <= value <= LARGEST:
         want = f'at least {least}, at most {LARGEST:.0e}'
     elif value == '' and type(None) in options:  # --init_from=$RUN with RUN unset, for example
-        want = 'text, or None for none'
+        want = 'text or None'
     else:
         if float in options and type(value) is int:
             value = float(value)
@@ -130,19 +130,19 @@ def typed(name: str, value, annotation, where: str):
 
 
 def parsed(text: str, options: list):
-    """Return the value of text from the command line for a setting that may have these types."""
+    """Parse command-line text for a setting with these types."""
     if str in options and text not in ('None', "''", '""'):
         return text
     try:
         return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deeply nested
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # last two: nested too deeply
         return text
 
 
 def make_settings(Settings: type, values: dict, where: str):
-    """Return a dataclass of settings, or a model's Config, with these values and defaults for the rest.
+    """Return a dataclass of settings, or a model's Config, with these values and defaults.
 
-    Raises UserError for an unknown name and for values that `typed` or __post_init__ reject. where: their source.
+    Raises UserError for unknown names and invalid values; its message ends with `where`.
     """
     types_of = typing.get_type_hints(Settings)
     if unknown := sorted(values.keys() - types_of.keys()):
@@ -156,9 +156,9 @@ def make_settings(Settings: type, values: dict, where: str):
 
 
 def check_ranges(settings, **ranges: tuple) -> None:
-    """Raise UserError for a number outside its range (low, high), both included; None is always allowed.
+    """Raise UserError for a number outside its range (low, high), inclusive. None is always valid.
 
-    Dataclasses of settings call it in __post_init__.
+    Call it in __post_init__ of a settings dataclass.
     """
     for name, (low, high) in ranges.items():
         value = getattr(settings, name)
@@ -168,9 +168,9 @@ def check_ranges(settings, **ranges: tuple) -> None:
 
 
 def print_help(*classes: type) -> None:
-    """Print every setting of a script, and of a model, with its type, its default and its comment in the source."""
+    """Print each setting of a script and model with its type, default and source comment."""
     print(inspect.getmodule(classes[0]).__doc__.strip())
-    for cls, title in zip(classes, ('settings and their defaults, which a config may change', 'settings of the model')):
+    for cls, title in zip(classes, ('settings and their defaults', 'settings of the model')):
         print(f'\n{title} ({cls.__module__}.py):')
         source = ''.join(inspect.getsource(c) for c in cls.__mro__[-2::-1])  # base classes first
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', source, re.M))

@@ -1,9 +1,10 @@
 """Speculative decoding: `speculative_generate`.
 
-A round drafts n tokens, appends the last token and the draft to the cache in one `extend`, keeps the tokens that
-`verify` accepts, and draws one more. The text has the same distribution as with plain decoding, whatever the draft is.
+Each round drafts n tokens, feeds the last token and the draft to the model in one `extend`, keeps
+the tokens that `verify` accepts, and samples one more. The text has the same distribution as plain
+decoding, whatever the draft.
 
-Read `verify` first, then `speculative_generate`. `OwnDraft` and `RunDraft` make drafts.
+Read `verify` first, then `speculative_generate`. Drafts come from `SelfDrafter` or `ModelDrafter`.
 """
 from collections import Counter
 from math import inf
@@ -13,21 +14,21 @@ import torch
 from common import decoding
 from common.files import UserError
 
-# draft_len 'auto' stops where the product of the draft's own confidences falls below this value: the rule of EAGLE-2,
-# and of Hugging Face for one token at a time. A confidence is the probability of the likeliest token, not of the one
-# that was drawn: at temperature 1, the latter says little about acceptance.
+# draft_len 'auto' stops when the product of confidences falls below this value, as in EAGLE-2 and,
+# for single tokens, Hugging Face. The confidence is the probability of the most likely token: that
+# of the sampled one says little about acceptance at temperature 1.
 AUTO_CONFIDENCE = 0.02
-LONGEST_AUTO = 16  # most tokens of a draft with draft_len 'auto'
-LONGEST = 1000  # most tokens of any draft
+MAX_AUTO_DRAFT = 16  # maximum draft with draft_len 'auto'
+MAX_DRAFT = 1000  # maximum of any draft_len
 
 
 def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling (Leviathan et al. 2022). Returns the number of accepted tokens (B,) and the next token (B,).
+    """Speculative sampling (Leviathan et al. 2022). Returns accepted counts and next tokens (B,).
 
-    p (B, n + 1, V) is the model's distribution at each position, q (B, n, V) the distribution that drafts (B, n) were
-    drawn from; the first lengths (B,) tokens of each row count. Token x is accepted with probability
-    min(1, p(x) / q(x)). The first rejected token is replaced by a draw from max(p - q, 0), normalized; if all are
-    accepted, one more is drawn from p. uniform (B, n) in [0, 1); noise (B, V) as for `draw`.
+    p (B, n + 1, V): the model's distributions. q (B, n, V): those that drafts (B, n) were sampled
+    from; only the first lengths (B,) tokens count. Token x is accepted with probability min(1, p(x)
+    / q(x)). The first rejected token is replaced by a sample from max(p - q, 0), normalized; if all
+    are accepted, one more is sampled from p. uniform (B, n) in [0, 1). noise (B, V): see `draw`.
     """
     batch_idx, n = torch.arange(len(p), device=p.device), drafts.shape[1]
     if n == 0:
@@ -37,12 +38,12 @@ def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.T
     accepted = (accepts(p_draft, q_draft, uniform) & counted).long().cumprod(1).sum(1)
     p_next = p[batch_idx, accepted]
     rest = (p_next - q[batch_idx, accepted.clamp(max=n - 1)]).clamp(min=0)
-    is_rejected = (accepted < lengths) & (rest.sum(-1) > 0)  # rounding may leave no rest
+    is_rejected = (accepted < lengths) & (rest.sum(-1) > 0)  # the sum may round to 0
     return accepted, decoding.draw(torch.where(is_rejected[:, None], rest, p_next), noise)
 
 
 def accepts(p, q, uniform) -> torch.Tensor:
-    """Return True where the drafted token is accepted: p, q are its target and draft probabilities."""
+    """Return True where the drafted token is accepted: p, q are target and draft probabilities."""
     return uniform * q < p
 
 
@@ -50,24 +51,24 @@ def accepts(p, q, uniform) -> torch.Tensor:
 @torch.autocast('cpu', enabled=False)  # see `generate`
 def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *, draft=None, draft_len='auto', seed=0,
                          eos_id=None, finished=None, **sampling) -> tuple[list[list[int]], 'DraftStatistics']:
-    """`generate` with drafts: the same distribution of texts in fewer steps. Returns new ids and DraftStatistics.
+    """`generate` with drafts: same distribution, fewer steps. Returns new ids and DraftStatistics.
 
-    draft: a second model with the same vocabulary; None: the model drafts for itself. draft_len: tokens per draft, or
-    'auto': see `draft_tokens`. Greedy texts equal those of `generate` except where rounding breaks a tie between two
-    logits. Raises UserError like `generate`, and like `longest_draft`.
+    draft: a second model with the same vocabulary; None: the model drafts for itself. draft_len:
+    tokens per draft, or 'auto' (see `draft_tokens`). Greedy texts equal those of `generate` unless
+    rounding breaks a tie between two logits. Raises UserError like `generate` and `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
     room = max_new_tokens + longest + 2
-    cache = decoding.roomy_cache(model, prompts, room, longest + 1)
+    cache = decoding.allocate_cache(model, prompts, room, longest + 1)
     plain = decoding.Decoder(model, prompts, cache, seed, sampling)
-    texts, statistics = decoding.NewTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
+    texts, statistics = decoding.GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
     for b, token in enumerate(plain.tokens.tolist()):
         texts.add(b, [token])
-    drafter = OwnDraft(model, cache) if draft is None else RunDraft(draft, prompts, room, longest + 1)
+    drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, room, longest + 1)
     decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
-        most = longest if device.type == 'cuda' else min(longest, max(room))  # another length would be another graph
+        most = longest if device.type == 'cuda' else min(longest, max(room))  # the same length reuses one CUDA graph
         live = torch.tensor(texts.live, device=device)
         n = draft_tokens(decoder, most, live, AUTO_CONFIDENCE if draft_len == 'auto' else 0)
         lengths = [min(n, tokens) for tokens in room]
@@ -83,9 +84,9 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
 def draft_tokens(decoder, longest: int, live, least: float) -> int:
     """Draft up to `longest` tokens and return how many.
 
-    A draft ends early where the product of its confidences, averaged over the live rows (B,) of the batch, falls below
-    `least`: the rows share a round's time, so they share its length. Whether the next token is drafted depends only on
-    the tokens before it, so the distribution of the texts is unchanged.
+    Stops when the product of confidences, averaged over the live rows (B,), falls below `least`:
+    rows share a round, so they share its length. Whether to draft a token depends only on the
+    tokens before it, so the distribution of the texts is unchanged.
     """
     for n in range(longest):
         decoder.draft(n)
@@ -95,52 +96,52 @@ def draft_tokens(decoder, longest: int, live, least: float) -> int:
 
 
 def longest_draft(model, draft, draft_len: int | str) -> int:
-    """Return the longest draft for a draft_len; UserError if it is invalid, or if the model cannot draft that many."""
-    if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= LONGEST):
-        raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or a number of tokens from 1 to {LONGEST}")
+    """Return the maximum draft for a draft_len. UserError if invalid or too long for the model."""
+    if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= MAX_DRAFT):
+        raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or 1 to {MAX_DRAFT} tokens")
     if draft is not None and draft.config.vocab_size != model.config.vocab_size:
-        raise UserError(f'the draft model has {draft.config.vocab_size} rows of vocabulary, the model '
-                        f'{model.config.vocab_size}: they must have the same number')
+        raise UserError(f'the draft model has vocab_size {draft.config.vocab_size}, but the model has '
+                        f'{model.config.vocab_size}: use a draft model with the same vocabulary')
     most = inf if draft is not None else getattr(model, 'longest_draft', 0)
     if most < 1:
-        raise UserError(f'{type(model).__module__} cannot draft for itself as it was trained: give a second run that '
-                        'drafts')
-    longest = min(most, LONGEST_AUTO) if draft_len == 'auto' else draft_len
+        raise UserError(f'{type(model).__module__} cannot draft for itself as trained: give a draft model, '
+                        '--draft=RUN')
+    longest = min(most, MAX_AUTO_DRAFT) if draft_len == 'auto' else draft_len
     if longest > most:
-        raise UserError(f'draft_len is {draft_len}: this model drafts up to {most} tokens')
+        raise UserError(f'draft_len is {draft_len}: this model can draft at most {most} tokens')
     return longest
 
 
 def read_length(text: str) -> int | str:
-    """Return a draft_len given as text; `longest_draft` checks it."""
+    """Convert a draft_len from text; `longest_draft` validates it."""
     return int(text) if text.isdecimal() else text
 
 
 class SpeculativeDecoder:
-    """Decodes a draft and one more token per row and round.
+    """Decode a draft and one more token per row and round.
 
-    On a GPU, each step of a draft and each verification is a CUDA graph.
+    On a GPU, each draft step and each verification is a CUDA graph.
     """
 
     def __init__(self, plain, drafter, longest):
-        """plain: a `Decoder` that has read the prompts. Drafts have up to `longest` tokens."""
+        """plain: a `Decoder` that has prefilled the prompts. longest: maximum draft length."""
         self.plain, self.drafter, self.token = plain, drafter, plain.tokens
         (B, V), device = plain.noise.shape, plain.noise.device
         self.uniform = torch.full((B, longest), 0.5, device=device)
         self.drafts = torch.zeros(B, longest, dtype=torch.int64, device=device)
-        self.probs = torch.zeros(B, longest, V, device=device)  # the distribution of each drafted token
-        self.confidences = torch.zeros(B, longest, device=device)  # greatest probability, before the filters
+        self.probs = torch.zeros(B, longest, V, device=device)  # distribution of each drafted token
+        self.confidences = torch.zeros(B, longest, device=device)  # maximum probability, before the filters
         self.lengths, self.accepted = torch.zeros_like(self.token), torch.zeros_like(self.token)
         self.live = torch.ones_like(self.token, dtype=torch.bool)
 
     def refresh(self):
-        """Draw new random numbers, which greedy decoding does not need."""
+        """Draw new random numbers unless decoding is greedy."""
         self.plain.refresh_noise()
         if not self.plain.is_greedy:
             self.uniform.uniform_(generator=self.plain.generator)
 
     def draft(self, i):
-        """Draft token i of the round; called with i = 0, 1, ... in turn."""
+        """Draft token i of the round. Call with i = 0, 1, ... in order."""
         def pick(logits):
             self.confidences[:, i] = logits.float().softmax(-1).amax(-1)
             probs = decoding.token_probs(logits, **self.plain.filters)
@@ -153,9 +154,9 @@ class SpeculativeDecoder:
         self.plain.run(('draft', i), step, lambda: None, [self.drafter.model])
 
     def verify(self, n, lengths, live):
-        """Verify the n drafted tokens, of which the first `lengths` (B,) count. Rows that are not live (B,) are kept.
+        """Verify n drafted tokens; the first `lengths` (B,) count. Rows not `live` (B,) are kept.
 
-        Afterwards `accepted` is the number of accepted tokens of `drafts`, and `token` the one that follows them.
+        Sets `accepted`, the number of accepted tokens of `drafts`, and `token`, the one after them.
         """
         self.lengths.copy_(lengths)
         self.live.copy_(live)
@@ -180,45 +181,42 @@ class SpeculativeDecoder:
 
 # ---- sources of drafts ----
 
-class OwnDraft:
-    """The model drafts for itself, through its `draft`."""
+class SelfDrafter:
+    """Drafts from the model itself, through its `draft`. `step` is idempotent."""
 
     def __init__(self, model, cache):
         self.model, self.cache = model, cache
 
     def step(self, i, token, pick):
-        """Draft token i of a round, which follows `token` (B,). Returns it (B,) and its distribution (B, V).
-
-        Idempotent.
-        """
-        self.cache.drafted = i  # set here, because replaying a graph does not update it
+        """Draft token i, after `token` (B,). Returns it (B,) and its distribution (B, V)."""
+        self.cache.drafted = i  # set here, because graph replay does not
         tokens, probs = self.model.draft(token, self.cache, 1, pick)
         return tokens[:, 0], probs[:, 0]
 
     def end_round(self, n, drafts, accepted, live):
-        """End a round: forget the drafted tokens (B, n) after the first accepted (B,); all of them in dead rows."""
+        """Roll back to the first accepted (B,) of the drafts (B, n); fully in rows not live."""
 
 
-class RunDraft:
-    """Another model drafts, of any architecture.
+class ModelDrafter:
+    """Drafts from another model, of any architecture.
 
-    A cache can only roll back its last run, so each step reads the whole draft so far as one run. That costs little
-    more than reading its last token.
+    A cache can only roll back its last run, so each step feeds the whole draft so far as one run.
+    This costs little more than feeding its last token.
     """
 
     def __init__(self, model, prompts, room, max_run):
-        """room: tokens that may follow the prompts in the cache."""
+        """room: number of tokens after the prompts that the cache must hold."""
         self.model, device = decoding.decodable(model), next(model.parameters()).device
-        self.cache = decoding.roomy_cache(model, prompts, room, max_run)
+        self.cache = decoding.allocate_cache(model, prompts, room, max_run)
         tokens, lengths = decoding.pad(prompts, device)
         decoding.check_logits(self.model.extend(tokens, self.cache, lengths))
         self.new_run = torch.zeros(len(prompts), max_run, dtype=torch.int64, device=device)
-        self.n_unread = torch.ones_like(lengths)  # tokens of the text, 1 or 2, that are not in the cache yet
-        self.n_held = torch.zeros_like(lengths)  # tokens of new_run that are in the cache
+        self.n_unread = torch.ones_like(lengths)  # 1 or 2 text tokens that are not in the cache yet
+        self.n_held = torch.zeros_like(lengths)  # tokens of new_run already in the cache
         self.batch_idx = torch.arange(len(prompts), device=device)
 
     def step(self, i, token, pick):
-        """See `OwnDraft.step`."""
+        """See `SelfDrafter.step`."""
         self.new_run[self.batch_idx, self.n_unread + i - 1] = token
         self.cache.rollback(self.n_held)
         width = i + (int(self.n_unread.max()) if token.device.type == 'cpu' else 2)
@@ -226,19 +224,19 @@ class RunDraft:
         return pick(self.model.extend(self.new_run[:, :width], self.cache, self.n_held))
 
     def end_round(self, n, drafts, accepted, live):
-        """See `OwnDraft.end_round`."""
-        if n == 0:  # every row has its last token
+        """See `SelfDrafter.end_round`."""
+        if n == 0:  # every text is at its last token
             return
         self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.n_held))
         self.n_held.zero_()
-        self.new_run[:, 0] = drafts[:, n - 1]  # unread where all are accepted; elsewhere, the next step replaces it
-        self.n_unread.copy_(1 + (accepted == n).long())  # in place: a graph reads it
+        self.new_run[:, 0] = drafts[:, n - 1]  # unread if all were accepted, else overwritten by the next step
+        self.n_unread.copy_(1 + (accepted == n).long())  # in place, for CUDA graphs
 
 
 class DraftStatistics:
-    """Counts over all rows: `rounds`, and `drafted` tokens. Each round also makes one token of its own.
+    """Counts over all rows: `rounds`, `drafted` tokens. Each round also generates one more token.
 
-    By position in the draft: `accepted_at`, and `tried_at`, the tokens whose predecessors were all accepted.
+    By position: `accepted_at`, and `tried_at` for tokens whose predecessors were all accepted.
     """
 
     def __init__(self):
@@ -258,9 +256,9 @@ class DraftStatistics:
 
 
 def acceptance(model, data, s) -> float:
-    """Return the fraction of drafted tokens that are accepted when validation text is continued.
+    """Return the fraction of drafted tokens accepted when continuing validation text.
 
-    Drafts have 5 tokens, or as many as the model can draft (NextLat paper, appendix).
+    Drafts have 5 tokens (NextLat paper, appendix), or as many as the model can draft.
     """
     length, T = min(5, model.longest_draft), s.block_size // 2
     n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))

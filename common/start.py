@@ -1,15 +1,15 @@
-"""Process setup that must run before the slow imports."""
+"""Process setup that must run before slow imports."""
 import os
 import sys
 
-# Iterations that an idle OpenMP thread spins before it sleeps. With libgomp's default (300,000), training is 5 times
-# slower than with this value while another program keeps a core busy. With 1,000 it is a quarter slower on an idle
-# machine, because threads fall asleep between two matrix products (bench/results/spin_cpu.json).
+# Iterations an idle OpenMP thread spins before it sleeps. Compared with 5,000, libgomp's default of
+# 300,000 is 5 times slower in training if another program keeps a core busy; 1,000 is a quarter
+# slower on an idle machine: threads sleep between matrix products (bench/results/spin_cpu.json).
 SPIN_COUNT = '5000'
 
 
 def quiet_start() -> None:
-    """Prepare the process: characters that the terminal cannot show are printed as escapes, no progress bars in logs.
+    """Prepare the process: escape unprintable characters, no progress bars in logs.
 
     Environment variables that the user has set are kept.
     """

@@ -1,4 +1,4 @@
-"""Validation loss. With several processes, each evaluates a part of the windows."""
+"""Validation loss. With several processes, each evaluates a share of the windows."""
 import math
 
 import torch
@@ -7,7 +7,7 @@ from common.parallel import all_gather, rank, world
 
 
 def counted(idx, targets, eos_id: int | None) -> int:
-    """Return the number of positions that the loss averages over: target >= 0, and the input is not eos."""
+    """Count the positions that the loss averages over: target >= 0 and the input is not eos."""
     mask = targets >= 0
     if eos_id is not None:
         mask &= idx != eos_id
@@ -17,10 +17,10 @@ def counted(idx, targets, eos_id: int | None) -> int:
 @torch.no_grad()
 def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None, batch_size: int,
                     device) -> tuple[dict[str, float], int]:
-    """Return ({loss part: mean over the counted tokens}, number of counted tokens) on validation windows of T tokens.
+    """Return ({loss part: mean}, number of counted tokens) on validation windows of T tokens.
 
-    The windows hold n_tokens tokens, at random offsets drawn with `seed` or, if it is None, in order from the start.
-    None, or as many as there are: every token of the validation data, whatever T is. A part that averages over other
+    n_tokens: tokens to evaluate, in windows at random offsets (seed) or in order (seed None). None
+    or more than there are: all validation tokens, in order. A loss part that averages over other
     positions than 'nll' is the mean of its batch means.
     """
     n_all = data.splits['val']['tokens']
@@ -42,5 +42,5 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
 
 
 def perplexity(nats: float) -> float:
-    """Return exp of nats per token; infinity where a float cannot hold it."""
+    """Return exp(nats per token); infinity on overflow."""
     return math.exp(nats) if nats < 709 else math.inf

@@ -1,5 +1,4 @@
-# Context-Ready, D = 2, on this Python installation's own documentation: table 3's narrowest row at a size for two
-# cores.
+# Small Context-Ready, D = 2, as the narrowest row of table 3: two cores, Python's documentation.
 model = 'context_ready'
 data = 'python_docs'
 documents = False

@@ -1,4 +1,4 @@
-# The Gated DeltaNet beside gpn_quick: the same data, budget and size (1.0M).
+# Gated DeltaNet (1.0M), to compare with gpn_quick: the same data and number of tokens.
 from config.gpn_quick import (
     batch_size,
     block_size,

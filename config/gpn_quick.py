@@ -1,5 +1,5 @@
-# A small GPN+M (1.0M) on this Python installation's own documentation. The same size without memory:
-# --n_head=0 --n_embd=304; with two layers: --n_layer=2 --n_embd=176 --n_ffn=496
+# A small GPN+M (1.0M) on Python's documentation. The same size without memory: --n_head=0
+# --n_embd=304; with two layers: --n_layer=2 --n_embd=176 --n_ffn=496
 model = 'gpn'
 data = 'python_docs'
 documents = False

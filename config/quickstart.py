@@ -1,4 +1,4 @@
-# A small SPS Transformer on this Python installation's own documentation: two cores, no download, a few minutes.
+# A small SPS Transformer on Python's documentation: a few minutes on two cores, no download.
 model = 'sps'
 data = 'python_docs'
 n_layer = 4
@@ -8,7 +8,7 @@ init_std = 0.06  # larger than usual: rho must first learn to attend to its own 
 block_size = 256
 batch_size = 4  # many small steps
 max_tokens = 2_000_000
-learning_rate = 9e-4  # Standard: 1.3e-3
+learning_rate = 9e-4  # 1.3e-3 for model = 'standard'
 warmup_tokens = 200_000
 decay_fraction = 0.3
 eval_interval = 400

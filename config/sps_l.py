@@ -1,5 +1,5 @@
-# SPS, L (831M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+# SPS, L (831M): SPS paper, table 1. Standard with another attention pattern.
 from config.standard_l import *
 
 model = 'sps'
-micro_batch_size = 3  # a step fits 80 GiB by --dry_run
+micro_batch_size = 3  # fits 80 GiB (--dry_run)

@@ -1,4 +1,4 @@
-# SPS, M (379M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+# SPS, M (379M): SPS paper, table 1. Standard with another attention pattern.
 from config.standard_m import *
 
 model = 'sps'

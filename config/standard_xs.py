@@ -1,5 +1,5 @@
-# Standard Transformer, XS (53M): SPS paper, table 1. The defaults of train.Settings are the paper's section 4; the
-# learning rate decays to a tenth (min_lr), which is from the official code.
+# Standard Transformer, XS (53M): SPS paper, table 1. train.py's defaults are the paper's section 4,
+# with the decay to a tenth (min_lr) from the official code.
 n_layer = 8
 n_head = 8
 n_embd = 512

@@ -1,7 +1,7 @@
-"""Token data by name: built-in texts and tasks, one file each in this folder, data folders, and .txt files.
+"""Token data by name: built-in texts and tasks (one file each here), data folders, .txt files.
 
-A file of this folder is built-in data if it has `documents()`, which yields (split, text), or a dataclass `Task`,
-whose rows are made when they are read (tasks.py).
+Each file in this folder is built-in data if it has `documents()`, which yields (split, text), or a
+dataclass `Task`, which generates rows on demand (tasks.py).
 """
 import importlib
 import re
@@ -14,11 +14,11 @@ from data.tasks import Generated, builtin_data, task_class
 
 
 def open_data(name) -> Data | Generated:
-    """Open data by name, by data folder, or by .txt file or folder; what needs building is built first, in seconds."""
+    """Open data by name, data folder, or .txt file or folder. Builds it first if needed."""
     if task_class(name):
         return Generated(str(name))
-    expected = ('expected a .txt file, a folder with meta.json or with .txt files alone (prepare_fineweb.py reads '
-                f'records), or built-in data ({", ".join(builtin_data())})')
+    expected = ('expected a .txt file, a folder with meta.json or only .txt files, or built-in data '
+                f'({", ".join(builtin_data())}); prepare_fineweb.py converts other formats')
     if not str(name):
         raise UserError(f'data is empty: {expected}')
     folder, documents = Path(name), None
@@ -32,21 +32,21 @@ def open_data(name) -> Data | Generated:
         with locked(BUILT, wait=True):
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
-                from data.tokenizers import load_tokenizer  # here, as that file can be run as a program
+                from data.tokenizers import load_tokenizer  # here, because it can be run with -m
                 from data.writing import write_data
                 write_data(folder, load_tokenizer('byte'), documents)
     return Data(folder)
 
 
 def has_data(name: str) -> bool:
-    """Return True if the data exists or can be built when opened. A task may need a file, such as a city."""
+    """Return True if the data exists or can be built when opened. A task may need a city file."""
     if task_class(name):
         return all(Path(file).exists() for file in re.findall(r'=([^,]+\.json)', name))
     return name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
 
 
 def text_data(path: Path) -> tuple[Path, Iterator | None]:
-    """Return the data folder of a .txt file or of a folder of them, and its documents; None if there are no texts.
+    """Return (data folder, documents) for a .txt file or a folder of them; None without texts.
 
     The folder's name depends on the names, sizes and times of the texts.
     """

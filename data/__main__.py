@@ -1,6 +1,6 @@
-"""Print a row of a synthetic task: its tokens, and below them the targets that count.
+"""Print a row of a synthetic task, and its targets. A target _ does not count.
 
-    python -m data pointer_chasing:hops=2,keys=3,values=10
+python -m data pointer_chasing:hops=2,keys=3,values=10
 """
 import sys
 
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors():
         if len(argv) != 1 or not task_class(argv[0]):
             tasks = ', '.join(name for name in builtin_data() if task_class(name))
-            raise UserError(f'which task? python -m data TASK:option=value,... prints a row of one of {tasks}')
+            raise UserError(f'expected one task. Usage: python -m data TASK:option=value,... TASK is one of {tasks}')
         data = open_data(argv[0])
         idx, targets = data.train_batch(0, 1, data.T, seed=0)
         names = [*data.task.symbols, 'eos']
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
             for title, row in (('input', inputs), ('target', wanted)):
                 row = row[start:start + COLUMNS // width]
                 print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row).rstrip())
-        print(f'block_size = {data.T}; {data.n_ids} ids, eos included')
+        print(f'block_size = {data.T}; {data.n_ids} ids, including eos')
 
 
 if __name__ == '__main__':

@@ -1,17 +1,17 @@
-"""Countdown: four numbers to be combined to a fifth, in three equations. NextLat's reasoning task.
+"""Countdown: combine four numbers to a fifth in three equations (NextLat's reasoning task).
 
-    python train.py --data=countdown --block_size=27 --documents=False ...                 options: the fields of Task
+    python train.py --data=countdown --block_size=27 --documents=False ...      options: see Task
 
-A row is the numbers, the target, pause tokens and the equations in the order in which they are worked out:
+A row is the numbers, the target, pause tokens and the equations in the order they are solved:
 
     14,83,88,91,23 | | | | | | | | 83-14=69,91-88=3,69/3=23
 
-Each equation takes two of the remaining numbers and appends its result. There is one token per integer from 1 to 10,000
-and one each for | + - * / =, but none for a comma. The prompt, up to and including the last |, does not count.
+Each equation takes two of the remaining numbers and adds its result to them. Tokens are the
+integers 1 to 10,000 and | + - * / =. The prompt, which ends with the last |, does not count.
 
-As in "Stream of Search" (Gandhi et al.), four numbers and a target are drawn until they can be solved, and the solution
-is the first that depth-first search finds. It tries the pairs in order, and for each a + b, a * b, the larger minus the
-smaller and, if it is whole, the larger over the smaller. A tenth of the targets occurs in held-out rows alone.
+As in "Stream of Search" (Gandhi et al.), numbers and target are drawn until solvable, and the
+solution is the first found by depth-first search. It tries pairs in order, and a + b, a * b, larger
+minus smaller and, if whole, larger over smaller. A tenth of the targets is in held-out rows only.
 """
 from collections import Counter
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ from common.settings import check_ranges
 OPERATIONS = '+*-/'
 PAIRS = {n: list(combinations(range(n), 2)) for n in (4, 3, 2)}
 REST = {n: [[k for k in range(n) if k not in pair] for pair in PAIRS[n]] for n in PAIRS}
-TRIES = 8  # draws of four numbers that are searched together; about one in five can be solved
+TRIES = 8  # draws of four numbers that are searched together; about one in five is solvable
 
 
 @dataclass
 class Task:
-    largest: int = 10_000  # the largest integer that has a token
-    pauses: int = 8  # tokens | between target and equations
-    val_targets: Literal['unseen', 'seen'] = 'unseen'  # targets of the held-out rows: unseen, or those of training
+    largest: int = 10_000  # largest integer with a token
+    pauses: int = 8  # number of | tokens between target and equations
+    val_targets: Literal['unseen', 'seen'] = 'unseen'  # targets of the held-out rows: not in training, or in training
     train_rows: int | None = 500_000  # problems in the training set; None: unlimited
-    val_rows: int = 10_000  # held-out problems, for the validation loss and the scores
+    val_rows: int = 10_000  # held-out problems for validation loss and scores
 
     symbol_options = 'largest',
 
@@ -53,7 +53,7 @@ class Task:
         return self.row(rng, self.val_targets)
 
     def row(self, rng: np.random.Generator, targets: str = 'seen') -> np.ndarray:
-        """Return a problem, with a target of training by default, and its solution: ids (T + 1,)."""
+        """Return a problem and its solution: ids (T + 1,). targets: of training ('seen') or not."""
         target, equations = int(rng.choice(self.targets_of[targets])), None
         while equations is None:
             numbers, equations = solve(rng.integers(1, 100, size=(TRIES, 4)), target, self.largest)
@@ -64,14 +64,14 @@ class Task:
         return row
 
     def counted(self, idx):
-        """idx (B, T) -> (B, T) bool: from the last | on."""
+        """Return a mask (B, T) of idx (B, T): positions from the last | on."""
         return (idx == self.pause).cumsum(1) == self.pauses
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'solved': share of problems solved greedily, 'valid_1' 'valid_2' 'valid_3': of true equations}.
+        """Return {'solved': fraction solved greedily, 'valid_1' ... 'valid_3': true equations}.
 
-        An equation is true if its two sides are equal, whatever numbers it takes; a problem is solved if all are, each
-        takes two of the numbers that are left, and the last one gives the target.
+        An equation is true if both sides are equal, whatever numbers it takes. A problem is solved
+        if all are true, each takes two of the remaining numbers, and the last gives the target.
         """
         prompts = idx[:, :self.prompt_tokens].tolist()
         answers = [ids for start in range(0, len(prompts), batch_size)
@@ -80,16 +80,16 @@ class Task:
         return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
 
     def marks(self, prompt, answer) -> tuple[bool, ...]:
-        """Return (is solved, is equation 1 true, 2, 3) for the ids of a prompt and of an answer of 15 tokens."""
+        """Return four bools for prompt ids and 15 answer ids: solved; equation 1, 2, 3 is true."""
         left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
-        equations = [self.true_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
+        equations = [self.parse_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
         if None not in equations:
             for a, b, result in equations:
-                left = left - Counter([a, b]) + Counter([result])  # one fewer, if a and b are there: one in the end
+                left = left - Counter([a, b]) + Counter([result])  # if a and b are there, one number fewer
         return left == Counter([target]), *(equation is not None for equation in equations)
 
-    def true_equation(self, a, operation, b, equals, result) -> tuple | None:
-        """Return (a, b, result) of five ids that form a true equation, or None."""
+    def parse_equation(self, a, operation, b, equals, result) -> tuple | None:
+        """Return (a, b, result) if the five ids form a true equation, else None."""
         if max(a, b, result) >= self.largest or not self.pause < operation < self.equals or equals != self.equals:
             return None
         a, b, result = a + 1, b + 1, result + 1
@@ -100,11 +100,11 @@ class Task:
 def solve(numbers, target: int, largest: int) -> tuple:
     """Return the first solvable row of numbers (N, 4) and its three equations, or (None, None).
 
-    No result exceeds `largest`. All 1,152 ways per row are evaluated at once, in the order of depth-first search.
+    No result exceeds `largest`. Evaluates all 1,152 ways per row at once, in depth-first order.
     """
-    three = combined(numbers, largest)
-    two = combined(three.reshape(-1, 3), largest)
-    found = combined(two.reshape(-1, 2), largest).reshape(len(numbers), -1) == target
+    three = combine_pairs(numbers, largest)
+    two = combine_pairs(three.reshape(-1, 3), largest)
+    found = combine_pairs(two.reshape(-1, 2), largest).reshape(len(numbers), -1) == target
     solvable = found.any(1).nonzero()[0]
     if not len(solvable):
         return None, None
@@ -122,10 +122,10 @@ def solve(numbers, target: int, largest: int) -> tuple:
     return numbers[first].tolist(), equations
 
 
-def combined(numbers, largest: int):
-    """Return what is left of rows of n numbers (N, n) after each operation on each pair: (N, pairs, 4, n - 1).
+def combine_pairs(numbers, largest: int):
+    """Return the numbers (N, pairs, 4, n - 1) left after each operation on each pair of (N, n).
 
-    The result is last. 0 stands for an invalid result or one above `largest`, and only 0 results from it.
+    The result comes last. 0 marks invalid results and results above `largest`, and stays 0.
     """
     n = numbers.shape[1]
     a, b = (numbers[:, column] for column in np.transpose(PAIRS[n]))

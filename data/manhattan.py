@@ -1,21 +1,21 @@
-"""Random walks through a city of one-way streets, whose map a model must learn. NextLat's world-modelling task.
+"""Random walks in a city of one-way streets, which a model must learn (NextLat's world modelling).
 
-    python train.py --data=manhattan:grid=10 --block_size=256 ...                          options: the fields of Task
-    python train.py --data=manhattan:edges=FILE.json --block_size=256 ...                  a city of your own
+    python train.py --data=manhattan:grid=10 --block_size=256 ...               options: see Task
+    python train.py --data=manhattan:edges=FILE.json --block_size=256 ...       a city of your own
 
-A walk is written as where it starts, where it ends, its turns and the end of text:
+A walk is written as start, destination, turns and the end of text:
 
     0_0 3_2 E E E N N
 
-A row is a sequence of walks, the last one cut off; `--documents=True` (the default) separates them. Start and
-destination do not count, because no model could know them. Walks have 1 to 100 steps, uniformly, which is inferred from
-the paper's counts of walks and tokens. About one in twenty pairs of start and destination is in no row; `valid` asks
-for a way between such pairs.
+A row is a sequence of walks, the last one cut off; `--documents=True` (the default) separates them.
+Start and destination do not count, because they cannot be predicted. Walks have 1 to 100 steps,
+uniformly (inferred from the paper's counts of walks and tokens). About one in twenty pairs of start
+and destination is in no row; the score `valid` tests paths between these.
 
-The city is a file {"edges": [[node, direction, neighbour], ...]}, as an OpenStreetMap extract gives it: nodes are
-numbers or words, a direction is a word such as NE, and leaves a node once at most. The paper's Manhattan comes from
-github.com/keyonvafa/world-model-evaluation (docs/data.md). Without a file it is a square grid of `grid` streets each
-way, one-way in turn, so that the outermost four are a ring and every place can be reached.
+A city file is {"edges": [[node, direction, neighbour], ...]}: nodes are numbers or words,
+directions words such as NE, and a node has at most one edge per direction. docs/data.md tells how
+to get the paper's Manhattan. Without a file: a grid of `grid` streets each way, in alternating
+directions; the outer four form a ring, so every place can be reached.
 """
 import json
 import re
@@ -31,19 +31,19 @@ from common.files import UserError
 from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
-HELD_OUT = 13  # of 256 pairs of start and destination
+HELD_OUT = 13  # of every 256 pairs of start and destination, on average
 
 
 @dataclass
 class Task:
     edges: str | None = None  # JSON file of a city; None: a generated grid
-    grid: int = 10  # streets each way of the generated grid, an even number
-    steps: int = 100  # steps of the longest walk
-    window: int = 256  # tokens of a row, T
-    max_distance: int = 50  # steps of the shortest way between the pairs of `valid`, at most
-    pairs: int = 1000  # held-out pairs of start and destination that `valid` walks between
+    grid: int = 10  # streets in each direction of the generated grid; must be even
+    steps: int = 100  # maximum steps per walk
+    window: int = 256  # tokens per row, T
+    max_distance: int = 50  # maximum shortest-path length between pairs in the score `valid`
+    pairs: int = 1000  # held-out pairs of start and destination in the score `valid`
     train_rows: int | None = 18_359_375  # rows in the training set, 4.7B tokens; None: unlimited
-    val_rows: int = 256  # further rows of the same kind, for the validation loss and the next-token test
+    val_rows: int = 256  # held-out rows for validation loss and next-token score
 
     symbol_options = 'edges', 'grid'
 
@@ -51,14 +51,14 @@ class Task:
         check_ranges(self, grid=(2, 100), steps=(1, 10_000), window=(4, 1_000_000), max_distance=(1, 10_000),
                      pairs=(1, 10 ** 6), train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
         if self.grid % 2:
-            raise UserError(f'grid is {self.grid}: expected an even number, so that every place can be reached')
+            raise UserError(f'grid is {self.grid}: expected an even number, so that every place is reachable')
         edges = one_way_grid(self.grid) if self.edges is None else read_edges(self.edges)
         directions = sorted({direction for _, direction, _ in edges})
         self.nodes = sorted({node for a, _, b in edges for node in (a, b)})
         self.symbols = [*directions, *self.nodes]
         self.first_node, self.end = len(directions), len(self.symbols)
         node_id = {node: i for i, node in enumerate(self.nodes)}
-        self.neighbour = np.full((len(self.nodes), len(directions)), -1)  # by node and direction; -1: no street
+        self.neighbour = np.full((len(self.nodes), len(directions)), -1)  # [node, direction]; -1: no street
         for a, direction, b in edges:
             self.neighbour[node_id[a], directions.index(direction)] = node_id[b]
         self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbour.tolist()]
@@ -66,18 +66,18 @@ class Task:
         n = len(self.nodes)
         self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < HELD_OUT
         if all(a == b or self.is_held_out[a, b] for a, exits in enumerate(self.exits) for _, b in exits):
-            raise UserError(f'{self.edges} has no walk between two places that is not held out: expected a larger city')
+            raise UserError(f'all pairs of neighbours in {self.edges} are held out: expected a larger city')
         self.row_tokens = self.window + 1
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """Random walks, packed: ids (T + 1,)."""
+        """Return packed random walks: ids (T + 1,)."""
         ids = []
         while len(ids) < self.row_tokens:
             ids += self._walk(rng)
         return np.array(ids[:self.row_tokens])
 
     def _walk(self, rng) -> list[int]:
-        """Return the ids of a random walk between two different nodes that are not a held-out pair."""
+        """Return the ids of a random walk between two different nodes that are not held out."""
         while True:
             start = node = self.starts[rng.integers(len(self.starts))]
             turns = []
@@ -90,17 +90,17 @@ class Task:
                 return [self.first_node + start, self.first_node + node, *turns, self.end]
 
     def counted(self, idx):
-        """idx (B, T) -> (B, T) bool: destinations and turns, after which a turn or the end comes."""
+        """Return a mask (B, T) of idx (B, T): destinations and turns, before a turn or the end."""
         is_node = (idx >= self.first_node) & (idx < self.end)
         is_destination = torch.zeros_like(is_node)
         is_destination[:, 1:] = is_node[:, 1:] & is_node[:, :-1]
         return is_destination | (idx < self.first_node)
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'next_token': share of most likely next tokens that are legal, 'valid': share of valid ways}.
+        """Return {'next_token': fraction of legal argmax tokens, 'valid': fraction of valid paths}.
 
-        A turn is legal if the street exists, the end if it is at the destination. Ways are decoded greedily between
-        held-out pairs, and valid if all turns are legal and the end is at the destination.
+        A turn is legal if the street exists, the end if it is at the destination. Paths between
+        held-out pairs are decoded greedily, and valid if all turns and the end are legal.
         """
         is_legal = self.legal(idx, greedy_tokens(model, idx, device, batch_size))[targets >= 0]
         prompts = [[self.first_node + node for node in pair] for pair in self.held_out_pairs]
@@ -110,7 +110,7 @@ class Task:
         return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
 
     def legal(self, idx, tokens):
-        """Return whether each of tokens (B, T) may follow idx (B, T) where a turn or the end comes: (B, T) bool.
+        """Return a mask (B, T) of tokens (B, T) that may follow idx (B, T), valid where `counted`.
 
         idx begins with the start of a walk.
         """
@@ -129,13 +129,13 @@ class Task:
         return torch.from_numpy(found)
 
     def is_valid(self, node: int, goal: int, ids: list[int]) -> bool:
-        """Return True if ids are streets from a node to the goal, and then the end."""
+        """Return True if ids are streets from a node to the goal, followed by the end."""
         idx = [self.first_node + node, self.first_node + goal, *ids[:-1]]
         return ids[-1] == self.end and bool(self.legal([idx], [[self.end, *ids]])[0, 1:].all())
 
     def distances_to(self, goals) -> np.ndarray:
-        """Return the steps of the shortest way from each node to each goal: (n goals, n nodes), infinite if none."""
-        from scipy.sparse import csr_matrix  # here, as it takes a while
+        """Return shortest-path lengths (n goals, n nodes) to each goal, inf where there is none."""
+        from scipy.sparse import csr_matrix  # here, because the import is slow
         from scipy.sparse.csgraph import dijkstra
         n = len(self.nodes)
         a, turn = (self.neighbour >= 0).nonzero()
@@ -144,7 +144,7 @@ class Task:
 
     @cached_property
     def held_out_pairs(self) -> list[tuple[int, int]]:
-        """`pairs` random held-out pairs (start, goal) with a shortest way of 1 to max_distance steps, or all."""
+        """Return `pairs` random held-out (start, goal) with a path of 1 to max_distance steps."""
         goals = np.random.default_rng(1).permutation(len(self.nodes))
         distance = self.distances_to(goals)
         within = (distance >= 1) & (distance <= self.max_distance) & self.is_held_out.T[goals]
@@ -154,11 +154,12 @@ class Task:
 
 
 def one_way_grid(n: int) -> list[tuple[str, str, str]]:
-    """Return edges (node, direction, neighbour) of n streets each way; node x_y. Row 0 leads east, column 0 south.
+    """Return edges (node, direction, neighbour) of n streets each way; node x_y.
 
-        <---<---<---<       n even: the outermost streets are a ring
+        <---<---<---<
         v   ^   v   ^
         >--->--->--->
+    Row 0 leads east, column 0 south. For even n, the outer streets form a ring.
     """
     edges = []
     for x, y in product(range(n), range(n)):
@@ -170,15 +171,15 @@ def one_way_grid(n: int) -> list[tuple[str, str, str]]:
 
 
 def read_edges(path: str) -> list[tuple[str, str, str]]:
-    """Return the edges of a city in a JSON file, as text. Raises UserError if it is not a city."""
+    """Return the edges of a city from a JSON file, as text. UserError if it is malformed."""
     try:
         with open(path, encoding='utf-8') as file:
             edges = [(str(a), str(direction), str(b)) for a, direction, b in json.load(file)['edges']]
         nodes, directions = {node for a, _, b in edges for node in (a, b)}, {direction for _, direction, _ in edges}
         if (not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions)
                 or len({(a, direction) for a, direction, _ in edges}) < len(edges)):
-            raise ValueError('a word is missing or at a wrong place, or two streets leave a node in one direction')
+            raise ValueError('a word is missing or misplaced, or two edges leave a node in the same direction')
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f'edges = {path} is no city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
-                        'direction, neighbour], ...]}, words or numbers; without edges the city is a grid')
+        raise UserError(f'edges = {path} is not a city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
+                        'direction, neighbour], ...]}, words or numbers; leave out edges for a grid')
     return edges

@@ -1,15 +1,15 @@
-"""Path-star graphs (Bachmann and Nagarajan, "The pitfalls of next-token prediction"), NextLat's planning task.
+"""Path-star graphs (Bachmann and Nagarajan, "The pitfalls of next-token prediction").
 
-    python train.py --data=path_star:degree=2,length=5,nodes=20 --block_size=31 ...        options: the fields of Task
+    python train.py --data=path_star:degree=2,length=5,nodes=20 --block_size=31 ...    see Task
 
-G(d, l): d arms of l - 1 nodes each leave one start node, all nodes different and drawn from N. A row is the edges in
-random order, start and goal, which is the end of one arm, and the way from one to the other:
+NextLat's planning task. In G(d, l), d arms of l - 1 nodes leave a start node; all nodes differ, out
+of N. A row is the edges in random order, start and goal (the end of one arm), and the path between:
 
     a,b|c,d|...|y,z/start,goal=start,...,goal
 
-There is one token per node and one each for | / =, but none for a comma; `$` is in the vocabulary, as in the authors'
-files, but in no row. The prompt, up to and including =, does not count. Only the first step is hard: the model must
-know which arm leads to the goal before it enters one. The training set has 200,000 fixed graphs, as in both papers.
+Tokens are the nodes and | / =; `$` is in the vocabulary, as in the authors' files, but in no row.
+The prompt, up to and including =, does not count. Only the first step is hard: the model must know
+which arm leads to the goal. The training set has 200,000 fixed graphs, as in both papers.
 """
 from dataclasses import dataclass
 
@@ -22,27 +22,27 @@ from data.tasks import greedy_tokens
 
 @dataclass
 class Task:
-    degree: int = 2  # arms, d
-    length: int = 10  # nodes of a path from start to goal, both included, l
-    nodes: int = 100  # node names to draw from, N
+    degree: int = 2  # number of arms, d
+    length: int = 10  # nodes on a path, including start and goal, l
+    nodes: int = 100  # number of node names to draw from, N
     train_rows: int | None = 200_000  # graphs in the training set; None: unlimited
-    val_rows: int = 20_000  # held-out graphs, for the validation loss and the score
+    val_rows: int = 20_000  # held-out graphs for validation loss and score
 
     def __post_init__(self):
         check_ranges(self, degree=(1, 10_000), length=(2, 10_000), nodes=(2, 1_000_000), train_rows=(1, 10 ** 12),
                      val_rows=(1, 10 ** 7))
         self.n_edges = self.degree * (self.length - 1)
         if self.nodes <= self.n_edges:
-            raise UserError(f'nodes = {self.nodes}: a graph of degree {self.degree} and length {self.length} has '
-                            f'{self.n_edges + 1} different nodes')
+            raise UserError(f'nodes = {self.nodes}: a graph of degree {self.degree} and length {self.length} needs '
+                            f'{self.n_edges + 1} nodes')
         self.symbols = [*map(str, range(self.nodes)), '|', '=', '/', '$']
         self.bar, self.equals, self.slash = range(self.nodes, self.nodes + 3)
         self.row_tokens = 3 * self.n_edges + 3 + self.length
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
-        """A row of a random graph: ids (T + 1,)."""
+        """Return a row of a random graph: ids (T + 1,)."""
         names, E = rng.permutation(self.nodes), self.n_edges
-        arms = np.empty((self.degree, self.length), np.int64)  # of the first, the goal is the end
+        arms = np.empty((self.degree, self.length), np.int64)  # the goal ends the first arm
         arms[:, 0] = names[0]
         arms[:, 1:] = names[1:E + 1].reshape(self.degree, self.length - 1)
         order = rng.permutation(E)
@@ -55,10 +55,10 @@ class Task:
         return row
 
     def counted(self, idx):
-        """idx (B, T) -> (B, T) bool: from = on."""
+        """Return a mask (B, T) of idx (B, T): positions from = on."""
         return (idx == self.equals).cumsum(1) > 0
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'accuracy': share of graphs whose whole path is likeliest, each token after the right ones}."""
+        """Return {'accuracy': fraction of graphs whose path is all argmax, given true prefixes}."""
         right = (greedy_tokens(model, idx, device, batch_size) == targets) | (targets < 0)
         return {'accuracy': right.all(1).float().mean().item()}

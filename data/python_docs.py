@@ -1,8 +1,8 @@
-"""The documentation inside this Python installation: a corpus that needs no download.
+"""Documentation of this Python installation: a corpus that needs no download.
 
-One document per language-reference topic (what `help('for')` prints) and per module of the standard library: its
-docstrings, in the order of the file. About 2.0 million bytes, English with some code. The exact text, and so the exact
-loss, depends on the Python version.
+One document per language-reference topic (what `help('for')` prints) and per standard-library
+module: its docstrings, in file order. About 2.0 million bytes, English with some code. The text,
+and so the loss, depends on the Python version.
 """
 import ast
 import sysconfig
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from data.sources import split_of
 
-LEFT_OUT = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
-MIN_CHARACTERS = 80  # shorter docstrings repeat the name of their function
+SKIPPED_FOLDERS = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
+MIN_CHARACTERS = 80  # shorter docstrings only repeat the function name
 
 
 def documents():
-    """Yield (split, text), deduplicated, always in the same order; a hash of the text decides about the split."""
+    """Yield (split, text), deduplicated, in a fixed order; a hash of the text chooses the split."""
     for text in dict.fromkeys(texts()):
         yield split_of(text), text
 
@@ -25,11 +25,11 @@ def texts():
     yield from (topics[name] for name in sorted(topics))
     library = Path(sysconfig.get_paths()['stdlib'])
     for path in sorted(library.rglob('*.py')):
-        if LEFT_OUT.intersection(path.relative_to(library).parts):
+        if SKIPPED_FOLDERS.intersection(path.relative_to(library).parts):
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # a file that is broken on purpose
+        except (SyntaxError, ValueError):  # broken on purpose, for tests
             continue
         text = '\n\n'.join(doc for doc in docstrings(tree) if len(doc) >= MIN_CHARACTERS)
         if text:
@@ -37,7 +37,7 @@ def texts():
 
 
 def docstrings(node):
-    """Yield the docstrings of a module, class or function and of everything inside it, in the order of the file."""
+    """Yield the docstrings of a module, class or function and everything inside, in file order."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         yield ast.get_docstring(node) or ''
     for child in ast.iter_child_nodes(node):

@@ -1,20 +1,20 @@
-"""Recall: the value of a key, asked for a chosen number of tokens later.
+"""Recall: return the value of a key seen a given number of tokens earlier.
 
-    python train.py --data=recall:pairs=8,distances=8-16-32-64 --block_size=128 ...        options: the fields of Task
+    python train.py --data=recall:pairs=8,distances=8-16-32-64 --block_size=128 ...  see Task
 
-A row is filler tokens, and among them pairs of a key and its value. Each key is asked for once, by Q and the key; the
-value follows, and no other position counts:
+A row contains filler tokens and pairs of a key and its value. Each key is queried once, by Q and
+the key; the value follows, and no other position counts:
 
     f3 k5 v2 f0 f7 f1 ... f4 Q  k5 v2 f6 ...
        |                        |
        the pair at p            the query at p + distance, whose target is v2
 
-The distance is counted from the key in its pair to the key in its query, as it is from the value that is read to the
-value that is predicted. Every row asks at all distances; each pair is asked for at one, and no distance has over one
-pair more than another. The keys of a row are all different, values and fillers are drawn freely, and places are random.
+The distance is that between the two occurrences of the key, and of the value. Each pair is queried
+at one distance; every row uses all distances, as equally as possible. The keys of a row are all
+different; values, fillers and positions are random.
 
-A model may also learn to look back by exactly these distances, which is not recall. Rows of other distances tell:
-python eval.py RUN --val --data=recall:distances=12-24-48.
+A model may learn to look back by exactly these distances, which is not recall. To tell, evaluate on
+other distances: python eval.py RUN --val --data=recall:distances=12-24-48.
 """
 from dataclasses import dataclass
 
@@ -25,36 +25,36 @@ from common.files import UserError
 from common.settings import check_ranges
 from data.tasks import greedy_tokens
 
-QUERY, FIRST_VALUE = 0, 1  # ids; after the values come the keys, then the fillers
-NEAREST = 3  # distance: the query's Q comes directly after the pair's value
-TRIES = 100  # draws of places until a row counts as too short
+QUERY, FIRST_VALUE = 0, 1  # ids; the values are followed by the keys and the fillers
+MIN_DISTANCE = 3  # smallest distance: Q directly follows the pair's value
+TRIES = 100  # random attempts before a row counts as too short
 
 
 @dataclass
 class Task:
-    pairs: int | None = None  # pairs of a key and a value in a row, each asked for once; None: 8, or all keys of fewer
-    distances: str = '8-16-32-64'  # tokens from pair to query: those that every row asks at
-    length: int = 128  # inputs of a row, T
-    keys: int = 16  # keys that those of a row are drawn from
-    values: int = 10  # values that there are: a guess is right once in so many
-    fillers: int = 10  # filler tokens that there are
-    val_rows: int = 1000  # held-out rows, for the validation loss and the scores
+    pairs: int | None = None  # key-value pairs per row, each queried once; None: 8, or `keys` if fewer
+    distances: str = '8-16-32-64'  # distances from pair to query, all in every row
+    length: int = 128  # inputs per row, T
+    keys: int = 16  # number of different keys
+    values: int = 10  # number of different values; chance accuracy is 1 / values
+    fillers: int = 10  # number of different filler tokens
+    val_rows: int = 1000  # held-out rows for validation loss and scores
 
     train_rows = None  # unlimited
-    symbol_options = 'keys', 'values', 'fillers'  # rows of any length and distances have the same symbols
+    symbol_options = 'keys', 'values', 'fillers'  # the symbols do not depend on length and distances
 
     def __post_init__(self):
         self.pairs = min(8, self.keys) if self.pairs is None else self.pairs
-        check_ranges(self, pairs=(1, 10_000), length=(NEAREST + 1, 1_000_000), keys=(1, 1_000_000),
+        check_ranges(self, pairs=(1, 10_000), length=(MIN_DISTANCE + 1, 1_000_000), keys=(1, 1_000_000),
                      values=(1, 1_000_000), fillers=(1, 1_000_000), val_rows=(1, 10 ** 7))
         parts = self.distances.split('-')
-        if not all(part.isdecimal() and len(part) < 8 and int(part) >= NEAREST for part in parts):
-            raise UserError(f'distances is {self.distances!r}: expected whole numbers of at least {NEAREST} joined by '
-                            '-, as 8-16-32-64')
+        if not all(part.isdecimal() and len(part) < 8 and int(part) >= MIN_DISTANCE for part in parts):
+            raise UserError(f'distances is {self.distances!r}: expected integers of at least {MIN_DISTANCE} joined by '
+                            '-, such as 8-16-32-64')
         self.all_distances = sorted({int(part) for part in parts})
         if not len(self.all_distances) <= self.pairs <= self.keys:
-            raise UserError(f'pairs is {self.pairs}: expected at least one for each of {len(self.all_distances)} '
-                            f'distances, and at most the {self.keys} keys, as those of a row are different')
+            raise UserError(f'pairs is {self.pairs}: expected at least {len(self.all_distances)}, the number of '
+                            f'distances, and at most {self.keys}, the number of keys')
         n = len(self.all_distances)
         self.distance_of_pair = sorted((self.all_distances[i % n] for i in range(self.pairs)), reverse=True)
         self.row_tokens = self.length + 1
@@ -64,14 +64,14 @@ class Task:
                         *(f'f{i}' for i in range(self.fillers))]
         rng = np.random.default_rng(0)
         if all(self.draw_places(rng) is None for _ in range(TRIES)):
-            raise UserError(f'length is {self.length}: {self.pairs} pairs and their queries at {self.distances} tokens '
-                            'do not fit; make it larger')
+            raise UserError(f'length is {self.length}: {self.pairs} pairs with queries at distances {self.distances} '
+                            'do not fit: increase length')
 
     def draw_places(self, rng) -> list[int] | None:
-        """Draw the position of each pair's key, longest distance first; None if there is no room for one."""
+        """Draw the position of each pair's key, longest distance first; None if they do not fit."""
         is_free, places = np.ones(self.row_tokens, bool), []
         for distance in self.distance_of_pair:
-            taken = np.array([0, 1, distance - 1, distance, distance + 1])  # key value ... Q key value, from the key on
+            taken = np.array([0, 1, distance - 1, distance, distance + 1])  # key value ... Q key value
             n = self.row_tokens - taken[-1]
             room = np.flatnonzero(np.all([is_free[i:i + n] for i in taken], 0)) if n > 0 else []
             if len(room) == 0:
@@ -95,17 +95,17 @@ class Task:
         return row
 
     def counted(self, idx):
-        """idx (B, T) -> (B, T) bool: a key directly after Q."""
-        return (idx == QUERY).roll(1, 1)  # the last input is no Q, which its key follows: none comes round
+        """Return a mask (B, T) of idx (B, T): keys directly after Q."""
+        return (idx == QUERY).roll(1, 1)  # the last input is never Q, so none wraps around
 
     def asked_distance(self, idx):
-        """Return the tokens from pair to query at the positions that count, elsewhere 0: idx (B, T) -> (B, T)."""
+        """Return (B, T): the distance from pair to query where idx (B, T) is counted, else 0."""
         query = self.counted(idx).nonzero()[:, 1].view(len(idx), self.pairs)
         keys = idx.gather(1, query)
-        pair = torch.stack([(idx == key).int().argmax(1) for key in keys.split(1, 1)], 1)  # where a key is first
+        pair = torch.stack([(idx == key).int().argmax(1) for key in keys.split(1, 1)], 1)  # first occurrence of the key
         return torch.zeros_like(idx).scatter(1, query, query - pair)
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'accuracy_8' ...: share of right answers at each distance}."""
+        """Return {'accuracy_8' ...: accuracy at each distance}."""
         is_right, distance = greedy_tokens(model, idx, device, batch_size) == targets, self.asked_distance(idx)
         return {f'accuracy_{d}': is_right[distance == d].float().mean().item() for d in self.all_distances}

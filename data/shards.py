@@ -1,9 +1,9 @@
-"""The shard format, reading it, and the order in which training reads it. writing.py writes it.
+"""The shard format, reading it, and the order of training data. writing.py writes it.
 
-A data folder holds shards of token ids (integers without a header) and meta.json, which describes them:
+A data folder holds shards of token ids (integers without a header) and meta.json:
 
-    {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "bos": false, "dtype": "uint16", "splits": {"train": {"tokens":
-     ..., "documents": ..., "bytes": ..., "shards": [{"file", "tokens", "sha256"}]}, "val": ...}}
+    {"tokenizer": "byte", "n_ids": 257, "eos_id": 256, "bos": false, "dtype": "uint16", "splits": {
+    "train": {"tokens", "documents", "bytes", "shards": [{"file", "tokens", "sha256"}]}, "val": {}}}
 
 One eos follows each document. With "bos", each document also starts with the tokenizer's bos.
 """
@@ -21,7 +21,7 @@ import torch
 
 from common.files import ROOT, UserError, read_json, sha256
 
-BUILT = Path(os.environ.get('BUILT_DATA') or ROOT / 'data/built')  # built-in data and texts; ignored by git
+BUILT = Path(os.environ.get('BUILT_DATA') or ROOT / 'data/built')  # built-in and text data, ignored by git
 
 
 def check_meta(meta: dict) -> None:
@@ -34,7 +34,7 @@ def check_meta(meta: dict) -> None:
                   *(shard['tokens'] for shard in shards)]
         is_right = (all(type(n) is int and 0 < n < 2 ** 63 for n in counts) and meta['dtype'] in ('uint16', 'uint32')
                     and type(meta['eos_id']) is int and 0 <= meta['eos_id'] < meta['n_ids'] <= 2 ** 32
-                    and all(re.fullmatch('[0-9A-Za-z_. -]{1,99}', name) for name in names)  # of files in this folder
+                    and all(re.fullmatch('[0-9A-Za-z_. -]{1,99}', name) for name in names)  # plain file names
                     and all(split['tokens'] == sum(shard['tokens'] for shard in split['shards']) for split in splits))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{type(error).__name__}: {error}')
@@ -43,17 +43,17 @@ def check_meta(meta: dict) -> None:
 
 
 class Data:
-    """A data folder. Raises UserError if meta.json is damaged, or if a shard is missing or has the wrong size."""
+    """A data folder. UserError if meta.json is damaged, or a shard is missing or truncated."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
         meta = read_json(self.folder / 'meta.json', 'copy or build the data again', check_meta)
         self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
         self.bos = bool(meta.get('bos'))  # whether documents start with bos
-        if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder beside meta.json
+        if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder next to meta.json
             self.tokenizer = str((self.folder / self.tokenizer).resolve())
         self.splits, self.dtype = meta['splits'], np.dtype(meta['dtype'])
-        self.starts = {}  # by split: the position of each shard's first token
+        self.starts = {}  # {split: position of each shard's first token}
         for split in ('train', 'val'):
             shards = self.splits[split]['shards']
             self.starts[split] = [0, *itertools.accumulate(shard['tokens'] for shard in shards)]
@@ -61,46 +61,46 @@ class Data:
                 path, size = self.folder / shard['file'], shard['tokens'] * self.dtype.itemsize
                 have = f'has {path.stat().st_size} bytes' if path.is_file() else 'is missing'
                 if have != f'has {size} bytes':
-                    raise UserError(f'{path} {have}, meta.json says {size}; copy or build the data again')
+                    raise UserError(f'{path} {have}, expected {size} bytes: copy or build the data again')
 
     @property
     def sha256(self) -> str:
-        """One checksum of all shards. A resumed run compares it."""
+        """Checksum of all shards, which a resumed run compares."""
         return hashlib.sha256(json.dumps(self.splits, sort_keys=True).encode()).hexdigest()
 
     def verify(self) -> None:
-        """Read every shard and compare its sha256 with meta.json."""
+        """Read every shard and compare its SHA-256 with meta.json."""
         for split in ('train', 'val'):
             for shard in self.splits[split]['shards']:
                 path = self.folder / shard['file']
                 if sha256(path) != shard['sha256']:
-                    raise UserError(f'{path} does not match its checksum in meta.json; copy or build the data again')
+                    raise UserError(f'{path} does not match its checksum in meta.json: copy or build the data again')
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
-        """Return count token ids of a split from position start, across shards: int64 (count,)."""
+        """Return `count` token ids of a split from position `start`, across shards: int64."""
         parts, starts = [], self.starts[split]
         while count > 0:
             i = bisect.bisect(starts, start) - 1
             path, offset = self.folder / self.splits[split]['shards'][i]['file'], start - starts[i]
             n = min(count, starts[i + 1] - start)
-            # mapped anew each time: maps that are kept would keep their files open, a thousand of them in large data
+            # not cached: each open map holds a file descriptor, a thousand of them in large data
             parts.append(np.memmap(path, self.dtype, 'r', offset * self.dtype.itemsize, (n,)))
             start, count = start + n, count - n
         ids = np.concatenate(parts).astype(np.int64)
         if ids.max() >= self.n_ids:
-            raise UserError(f'{self.folder} holds id {ids.max()}, but its tokenizer has only {self.n_ids} ids; '
+            raise UserError(f'{self.folder} contains id {ids.max()}, but its tokenizer has {self.n_ids} ids: '
                             'build the data again')
         return ids
 
     def n_windows(self, split: str, T: int) -> int:
-        """Return the number of windows of T inputs and targets. A training epoch starts at any of T offsets."""
+        """Return the number of windows of T tokens. Training epochs start at different offsets."""
         total = self.starts[split][-1]
         return total // T - 1 if split == 'train' else (total - 1) // T
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
-        """Return idx, targets (part of batch_size, T) int64 of a training step: a pure function of the arguments.
+        """Return idx, targets (part of batch_size, T) int64, a pure function of the arguments.
 
-        Every epoch reads all windows once, in its own order and cut at its own offset.
+        Each epoch reads all windows once, in an order and from an offset of its own.
         """
         numbers = np.arange(step * batch_size, (step + 1) * batch_size)[part]
         windows, own = shuffled(numbers, self.n_windows('train', T), seed)
@@ -110,8 +110,8 @@ class Data:
     def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
         """Return idx, targets (len(windows), T) int64 of the validation windows with these numbers.
 
-        Windows follow each other from the start. With a seed, window i is at a random offset, a function of seed and i.
-        Window n_windows, of the tokens that remain, is short: it is filled with eos, and targets of -1.
+        Windows are consecutive from the start, or, with a seed, at random offsets that depend on
+        seed and number. Window n_windows has the remaining tokens, padded with eos and target -1.
         """
         starts = [w * T for w in windows]
         if seed is not None:
@@ -127,7 +127,7 @@ class Data:
         return windows[:, :-1].masked_fill(windows[:, :-1] < 0, self.eos_id), windows[:, 1:]
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
-        """Return a prompt to continue (the start of the validation set) and how many of new_tokens fit into T."""
+        """Return a prompt (the start of the validation set) and how many of new_tokens fit in T."""
         new_tokens = min(new_tokens, T // 2)
         return self.tokens('val', 0, min(32, T - new_tokens)).tolist(), new_tokens
 
@@ -135,30 +135,30 @@ class Data:
 # ---- the order of training ----
 
 def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of n windows training reads under these numbers, and a number of each one's epoch: int64, uint64.
+    """Return the window for each number, and a random number of its epoch: int64, uint64.
 
-    Every epoch takes each window once, in its own order.
+    Each epoch has all n windows once, in an order of its own.
     """
     epochs, index = np.divmod(numbers, n)
     windows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
     for epoch in np.unique(epochs).tolist():
-        of_epoch = epochs == epoch
+        in_epoch = epochs == epoch
         *keys, number = epoch_keys(seed, epoch)
-        windows[of_epoch], own[of_epoch] = permute(index[of_epoch], n, keys), number
+        windows[in_epoch], own[in_epoch] = permute(index[in_epoch], n, keys), number
     return windows, own
 
 
 @functools.lru_cache(8)
 def epoch_keys(seed: int, epoch: int) -> list[int]:
-    """Return five pseudo-random 64-bit numbers of an epoch."""
+    """Return five pseudo-random 64-bit numbers for an epoch."""
     return [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
 
 
 def permute(index: np.ndarray, n: int, keys: list[int]) -> np.ndarray:
     """Apply a pseudo-random permutation of range(n) to indices, without storing it.
 
-    A Feistel network on the next power of 4, applied again to results outside range(n) (cycle walking). Sums and
-    products are modulo 2^64.
+    A Feistel network on the next power of 4, repeated for results outside range(n) (cycle walking).
+    Sums and products are modulo 2^64.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -1,7 +1,7 @@
-"""The documents of a source: local files, or what the library `datasets` reads. Start with `open_source`.
+"""Read documents from local files or, through the library `datasets`, any dataset.
 
-Each format has one reader, whether a file, a pattern or a folder names the files: docs/data.md lists them. train.py
---data reads .txt files the same way.
+Start with `open_source`. docs/data.md lists the formats; each has one reader here. train.py --data
+reads .txt files in the same way.
 """
 import csv
 import glob
@@ -19,18 +19,18 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-from common.files import UserError, say_once
+from common.files import UserError, warn_once
 
 FORMATS = {'.jsonl': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt', '.arrow': 'datasets'}
 EXPECTED = 'expected files of one format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet'
-MARKERS = ('<|endoftext|>', '</s>')  # ends of text that may be spelled out in .txt files
-VAL_SHARE = 0.05  # of the documents of built-in data and of texts
-BATCH = 250  # records read, and then encoded, at a time
-BATCH_CHARACTERS = 2 ** 22  # after which a batch ends
-TAIL = 0.1  # share of the only text that becomes validation data, as in nanoGPT
-ENOUGH = 10  # validation documents; 5% of fewer than 200 documents
+MARKERS = ('<|endoftext|>', '</s>')  # end-of-text markers that may occur in .txt files
+VAL_SHARE = 0.05  # validation fraction of built-in data and texts
+BATCH = 250  # records per batch
+BATCH_CHARACTERS = 2 ** 22  # a batch ends after this many characters
+TAIL = 0.1  # fraction of a single text that becomes validation data, as in nanoGPT
+MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
 SHUFFLE_SEED = 2357  # official SPS code
-TEXTS = SimpleNamespace(  # how train.py --data reads texts, as `s` in the functions below
+TEXTS = SimpleNamespace(  # settings `s` of the functions below for train.py --data
     config=None, split='train', text_field='text', id_field=None, split_lines=False, split_at=None, val_share=VAL_SHARE,
     val_hash='sha256', shuffle=0)
 
@@ -42,13 +42,13 @@ def format_of(file: str) -> str | None:
 
 
 def visible_files(folder: str) -> list[str]:
-    """Return the files anywhere in a folder, sorted. Hidden files and folders are ignored."""
+    """Return all files in a folder, recursively, sorted. Hidden files and folders are ignored."""
     found = [path for path in Path(folder).rglob('*') if path.is_file()]
     return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
 
 
 def files_of_config(folder: str, s) -> list[str]:
-    """Return the files of a split that README.md names for a configuration of a dataset's folder."""
+    """Return the files that README.md lists for a configuration and split of a dataset's folder."""
     import datasets
     try:
         return [*datasets.load_dataset_builder(folder, s.config).config.data_files[s.split]]
@@ -57,9 +57,9 @@ def files_of_config(folder: str, s) -> list[str]:
 
 
 def local_files(name: str, s) -> list[str]:
-    """Return the files of one format that a path, a pattern or a folder names; [] if `datasets` is to read it.
+    """Return the files, of one format, of a path, pattern or folder; [] to read it with `datasets`.
 
-    Files of no format are ignored, and so are .txt files beside records (a licence, for example).
+    Ignores unknown formats, and .txt files next to records (such as a licence).
     """
     if os.path.isdir(name):
         matches = files_of_config(name, s) if s.config else visible_files(name)
@@ -68,7 +68,7 @@ def local_files(name: str, s) -> list[str]:
     else:
         matches = sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
         if not matches and not glob.has_magic(name) and not format_of(name):
-            return []  # a dataset of the hub
+            return []  # a dataset on the hub
     if not matches:
         raise UserError(f'no file matches {name}')
     found = [file for file in matches if format_of(file)]
@@ -84,12 +84,12 @@ def local_files(name: str, s) -> list[str]:
 # ---- reading them ----
 
 def open_source(name: str, s) -> tuple[Callable, str]:
-    """Return (read, a checksum of the source). s: as prepare_fineweb.Settings; s.shuffle shuffles.
+    """Return (read, checksum of the source). s: see prepare_fineweb.Settings.
 
-    read(state) yields (next state, [document]) in batches. It starts at the beginning if the state is None, and a next
-    state, which is JSON, continues behind its batch. A document is (split, key, text), where the hash of the key (the
-    id, or the text) decides between train and val if the split is None; for a record without a text it is None. The
-    checksum covers names, sizes and times of local files, and the revision of a dataset of the hub.
+    read(state) yields (next state, [document]) in batches, from the start if state is None, else
+    from a next state, which is JSON. A document is (split, key, text), or None for a record without
+    text. If split is None, the hash of key (id or text) chooses train or val. The checksum covers
+    names, sizes and times of local files, or the revision of a dataset on the hub.
     """
     files = local_files(name, s)
     if files:
@@ -110,7 +110,7 @@ def checksum_of_files(files: list[str]) -> str:
 
 
 def open_dataset(name: str, s) -> tuple:
-    """Return (stream, checksum) of what the library `datasets` reads: an IterableDataset."""
+    """Return (IterableDataset, checksum) of a dataset, read with the library `datasets`."""
     import datasets
     try:
         if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):  # from `save_to_disk`
@@ -120,23 +120,23 @@ def open_dataset(name: str, s) -> tuple:
         builder = datasets.load_dataset_builder(name, s.config)
         identity = [builder.hash]
         for split, files in (builder.config.data_files or {}).items():
-            identity.append((str(split), *files, files.origin_metadata))  # the revision on the hub, or the time
+            identity.append((str(split), *files, files.origin_metadata))  # revision on the hub, or file time
             if s.shuffle:
                 random.Random(SHUFFLE_SEED).shuffle(files)
         checksum = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         stream = builder.as_streaming_dataset(split=s.split)
-        if stream.features and hasattr(builder.config, 'columns'):  # of parquet: the others may differ between files
+        if stream.features and hasattr(builder.config, 'columns'):  # parquet: other columns may differ between files
             builder.config.columns = fields_to_read(name, [*stream.features], s)
             stream = builder.as_streaming_dataset(split=s.split)
         return stream, checksum
     except UserError:
         raise
-    except Exception as error:  # no such dataset, configuration or split, no network, or a damaged file
+    except Exception as error:  # for example: no such dataset or split, no network, a damaged file
         raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
 
 
 def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [(place, record, split)]) of a datasets.IterableDataset."""
+    """Yield (next state, [(place, record, split)]) from a datasets.IterableDataset."""
     stream, n_read = stream.with_format('arrow'), 0
     if state:
         n_read = state['records']
@@ -149,12 +149,12 @@ def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
             yield {'records': n_read, 'stream': stream.state_dict()}, found
     except UserError:
         raise
-    except Exception as error:  # each kind of file has its own; or text that is not UTF-8
+    except Exception as error:  # errors depend on the format; or text is not UTF-8
         raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
 
 
 def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [(place, record, split)]) of local files: BATCH records, or fewer that are long."""
+    """Yield (next state, [(place, record, split)]) of local files: BATCH records, fewer if long."""
     batch, size = [], 0
     for next_state, *found in file_records(files, s, state or {'file': 0, 'line': 0}):
         batch.append(found)
@@ -167,11 +167,11 @@ def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
 
 
 def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
-    """Yield (next state, place, record, split) from a state on: the number of a file and of a line or record."""
+    """Yield (next state, place, record, split) from a state on: file number, lines or rows read."""
     read = {'json': json_records, 'parquet': partial(parquet_records, s), 'csv': partial(csv_records, s),
             'txt': partial(text_records, s, len(files))}
     for i in range(state['file'], len(files)):
-        file, n = files[i], state['line'] if i == state['file'] else 0  # n: lines or rows that have been read
+        file, n = files[i], state['line'] if i == state['file'] else 0  # n: lines or rows read
         unit = 'row' if format_of(file) in ('parquet', 'csv') else 'line'
         try:
             for found in islice(read[format_of(file)](file), n, None):
@@ -180,22 +180,22 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
                     yield {'file': i, 'line': n}, f'{file}, {unit} {n:,}', *found
         except UserError:
             raise
-        except Exception as error:  # each format has its own
+        except Exception as error:  # each format raises its own errors
             raise UserError(f'{file} cannot be read after {unit} {n:,} ({type(error).__name__}): {error}')
 
 
 def fields_to_read(place: str, names: list[str], s) -> list[str]:
-    """Return the names of the text and id fields. Raises UserError if a source with fields of these names lacks one."""
+    """Return the names of the text and id fields. UserError if `names` lacks one."""
     wanted = [*dict.fromkeys(filter(None, (s.text_field, s.id_field)))]
     for field in wanted:
         if field not in names:
-            raise UserError(f'{place} has no field {field!r}; the fields are {", ".join(names[:20])}: set --text_field '
-                            'or --id_field (--id_field=None: the hash of the text decides between train and val)')
+            raise UserError(f'{place} has no field {field!r}; fields: {", ".join(names[:20])}. Set --text_field '
+                            'or --id_field (--id_field=None: split by the hash of the text)')
     return wanted
 
 
-def opened(file: str) -> io.BufferedIOBase:
-    """Open a file for reading bytes. It may be compressed."""
+def open_compressed(file: str) -> io.BufferedIOBase:
+    """Open a file, compressed or not, for reading bytes."""
     if not file.endswith('.zst'):
         return gzip.open(file) if file.endswith('.gz') else open(file, 'rb')
     import pyarrow
@@ -203,17 +203,17 @@ def opened(file: str) -> io.BufferedIOBase:
 
 
 def json_records(file: str) -> Iterator[tuple | None]:
-    """Yield (record, None) of the lines of a file, or of the list that .json may be; None for an empty line."""
-    with opened(file) as lines:
+    """Yield (record, None) per line, or per list item of a .json file; None for an empty line."""
+    with open_compressed(file) as lines:
         begin = lines.peek(64).lstrip(b'\xef\xbb\xbf \t\r\n')
         if '.jsonl' not in Path(file).name and begin.startswith(b'['):
             yield from ((record, None) for record in json.load(lines))
         for line in lines:
-            yield (json.loads(line), None) if line.strip() else None  # decodes a byte order mark, too
+            yield (json.loads(line), None) if line.strip() else None  # also decodes a byte order mark
 
 
 def parquet_records(s, file: str) -> Iterator[tuple]:
-    """Yield (record, None) of the rows of a file."""
+    """Yield (record, None) per row."""
     import pyarrow.parquet
     with pyarrow.parquet.ParquetFile(file) as parquet:
         for batch in parquet.iter_batches(BATCH, columns=fields_to_read(file, parquet.schema_arrow.names, s)):
@@ -222,9 +222,9 @@ def parquet_records(s, file: str) -> Iterator[tuple]:
 
 
 def csv_records(s, file: str) -> Iterator[tuple]:
-    """Yield (record, None) of the rows of a file. An empty cell is a missing one; NA is text."""
+    """Yield (record, None) per row. Empty cells are missing values; NA is text."""
     csv.field_size_limit(sys.maxsize)
-    with opened(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig', newline='') as lines:
+    with open_compressed(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig', newline='') as lines:
         rows = csv.DictReader(lines)
         fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
         for row in rows:
@@ -232,10 +232,10 @@ def csv_records(s, file: str) -> Iterator[tuple]:
 
 
 def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
-    """Yield (record, split) of a .txt file, of two parts of the only one, or of its lines; None for an empty one."""
-    with opened(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig') as lines:
+    """Yield (record, split) per .txt file or line, or two parts of a single file; None if empty."""
+    with open_compressed(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig') as lines:
         if s.split_lines or s.split_at:
-            parts = ((part, None) for part in parts_between(lines, s.split_at or '\n'))
+            parts = ((part, None) for part in split_at_marker(lines, s.split_at or '\n'))
         else:
             text = lines.read()
             cut = int(len(text) * (1 - TAIL))
@@ -243,13 +243,13 @@ def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
         for part, split in parts:
             for marker in MARKERS:
                 if marker in part:
-                    say_once(f'a text spells the end of text, {marker}, which is read as text like any other: with '
-                             f"prepare_fineweb.py --split_at='{marker}' a new document starts behind it")
+                    warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
+                             f"use prepare_fineweb.py --split_at='{marker}'")
             yield ({s.id_field: None, s.text_field: part}, split) if part.strip() else None
 
 
-def parts_between(lines: Iterable[str], marker: str) -> Iterator[str]:
-    """Yield the texts between markers, which do not span lines, without the newlines around them."""
+def split_at_marker(lines: Iterable[str], marker: str) -> Iterator[str]:
+    """Yield the texts between markers, without surrounding newlines. Markers do not span lines."""
     held = []
     for line in lines:
         *ends, rest = line.split(marker)
@@ -261,10 +261,10 @@ def parts_between(lines: Iterable[str], marker: str) -> Iterator[str]:
 
 
 def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tuple]:
-    """`read` that shuffles the documents of another one, in blocks of n rounded up to whole batches.
+    """Shuffle the documents of `read`, in blocks of n, rounded up to whole batches.
 
-    A block is read whole and shuffled by its number, so a state is where the block starts and how many of its documents
-    have been read.
+    A block is read whole and shuffled with its number as seed, so the state is the start of the
+    block and the number of its documents read.
     """
     state = state or {'source': None, 'block': 0, 'read': 0}
     begin, block, n_read = state['source'], state['block'], state['read']
@@ -288,19 +288,19 @@ def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tup
 # ---- documents ----
 
 def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [document]) of batches of records. Raises UserError if no record of the source has a text."""
+    """Convert batches of records to (next state, [document]). UserError if no record has text."""
     has_text, fields = state is not None, []
     for next_state, records in read(state):
         found = [document(*record, s) for record in records]
         has_text, fields = has_text or any(found), fields or [*records[0][1]]
         yield next_state, found
     if not has_text:
-        raise UserError(f'{name} has no text in field {s.text_field!r}; the fields are '
-                        f'{", ".join(fields[:20]) or "none"}: set --text_field')
+        raise UserError(f'{name} has no text in field {s.text_field!r}; fields: '
+                        f'{", ".join(fields[:20]) or "none"}. Set --text_field')
 
 
 def document(place: str, record, split: str | None, s) -> tuple | None:
-    """Return (split, key, text) of a record, or None if it has no text. Raises UserError for other types."""
+    """Return (split, key, text) of a record, None if it has no text. UserError for other types."""
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
     text = record.get(s.text_field)
@@ -309,59 +309,59 @@ def document(place: str, record, split: str | None, s) -> tuple | None:
     fields_to_read(place, [*record], s)
     key = record[s.id_field] if s.id_field else None
     if not isinstance(text, str):
-        raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}, expected text: set --text_field')
-    # half surrogate pairs, which UTF-8 cannot encode, become question marks
+        raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field')
+    # replace lone surrogates, which UTF-8 cannot encode, with question marks
     text = text.encode(errors='replace').decode()
     return split, text if key is None else str(key).encode(errors='replace').decode(), text
 
 
 def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
-    """Return 'train' or 'val' by a hash of a document's text or id, so that duplicates are in the same split."""
+    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
     return 'val' if hash_share(text, val_hash) < val_share else 'train'
 
 
 def hash_share(text: str, val_hash: str) -> float:
-    """Return the first 8 bytes of a text's hash as a share of 2^64. md5 with '42:' is the official SPS code's."""
+    """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
     if val_hash == 'md5':
         return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
 
 
 def with_splits(batches: Iterator[tuple], val_share: float, by_text: bool, val_hash: str) -> Iterator[tuple]:
-    """Yield (next state, [(split, text) or None]) of batches of documents. by_text: whatever keys they have."""
+    """Yield (next state, [(split, text) or None]). by_text: split by the text, not by the key."""
     for state, batch in batches:
         yield state, [found and (found[0] or split_of(found[2 if by_text else 1], val_share, val_hash), found[2])
                       for found in batch]
 
 
 def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: bool = False) -> tuple[float, bool]:
-    """Return (val_share, by_text) for `with_splits`, and print what differs from the settings.
+    """Return (val_share, by_text) for `with_splits`, and print changes from the settings.
 
-    val_share is raised if it leaves fewer validation documents than ENOUGH, or than 5% of fewer than 200. The texts
-    decide (by_text) if all documents have one id. It reads until it has found enough, or as many bytes as max_tokens: a
-    document rarely has more tokens than bytes.
+    Raises val_share to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
+    by_text: True if all documents have one id. Stops reading after enough documents or max_tokens
+    bytes, because a document rarely has more tokens than bytes.
     """
     shares, n_val, n_bytes = [], 0, 0
     for split, key, text in (found for _, batch in read(None) for found in batch if found):
         if split:
-            print(f'one text: its last {TAIL:.0%} are the validation data', flush=True)
+            print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
             return s.val_share, False
         shares.append(hash_share(text if by_text else key, s.val_hash))
         n_val += shares[-1] < s.val_share
         n_bytes += len(text.encode()) + 1
-        if (n_val >= ENOUGH and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
+        if (n_val >= MIN_VAL_DOCUMENTS and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
             break
     n, n_ids = len(shares), len(set(shares))
     if n_ids < n and not by_text and key != text:
-        print(f'ids repeat: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
-              + ('all documents of an id are in the same split (--id_field=None: the text decides)' if n_ids > 1 else
-                 'the text decides between train and val'), flush=True)
+        print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
+              + ('documents with the same id are in the same split (--id_field=None: split by text)' if n_ids > 1 else
+                 'splitting by text instead'), flush=True)
         if n_ids == 1:
             return fitting_share(read, s, max_tokens, by_text=True)
-    enough = min(ENOUGH, max(1, n // 20))
+    enough = min(MIN_VAL_DOCUMENTS, max(1, n // 20))
     if n_val >= enough:
         return s.val_share, by_text
     val_share = math.nextafter(sorted(shares)[enough - 1], 1)
-    print(f'val_share = {s.val_share:g} leaves {n_val} of {n:,} documents for validation: it is raised to '
+    print(f'val_share = {s.val_share:g} leaves {n_val} of {n:,} documents for validation: raised to '
           f'{val_share:.2g}, which leaves {sum(share < val_share for share in shares):,}', flush=True)
     return val_share, by_text

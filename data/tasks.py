@@ -1,20 +1,20 @@
-"""Synthetic tasks: built-in data that is never written, because `Generated` makes each row when it is read.
+"""Synthetic tasks: built-in data that is not stored; `Generated` creates rows when they are read.
 
-The file of a task has a dataclass Task, whose fields are options: 'path_star:degree=2,length=5'. It defines
+A task's file has a dataclass Task, whose fields are options: 'path_star:degree=2,length=5'. It has
 
-    symbols                     the text of each token id; the next id is eos, which only ends documents in packed rows
-    row_tokens                  tokens of a row, T + 1: T inputs and, one position later, their T targets
-    train_rows, val_rows        rows of the fixed training set, or None for unlimited generated rows; held-out rows
-    row(rng)                    a row's ids, (T + 1,), a function of numpy's generator alone
-    counted(idx)                (B, T) bool: the positions whose targets count; all other targets are -1
+    symbols                     text of each token id; the next id is eos, used in packed rows
+    row_tokens                  tokens per row, T + 1: T inputs and, shifted by one, T targets
+    train_rows, val_rows        rows of the fixed training set (None: unlimited); held-out rows
+    row(rng)                    a row's ids (T + 1,); depends only on the numpy generator
+    counted(idx)                (B, T) bool: positions whose targets count; other targets are -1
     score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
 
 and optionally
 
-    val_row(rng)                a held-out row, if they are drawn differently
-    targets(rows)               instead of `counted`: the targets (B, T) of rows (B, T + 1), if not the next tokens
-    symbol_options              names of the options that the symbols depend on, by default all but numbers of rows:
-                                a run can be evaluated on any data in which these are the same
+    val_row(rng)                a held-out row, if they have another distribution
+    targets(rows)               replaces `counted`: targets (B, T) of rows (B, T + 1)
+    symbol_options              options that the symbols depend on (default: all but train_rows,
+                                val_rows). Runs can be evaluated on data where these are equal
 """
 import hashlib
 import importlib
@@ -29,13 +29,13 @@ from common.files import UserError
 from common.settings import Text, make_settings
 from data.shards import shuffled
 
-NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers', 'writing'}  # files of this folder that are no built-in data
-KEPT_IDS = 2 ** 28  # a fixed training set of at most so many ids, 1 GiB, is made once and kept in memory
+NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizers', 'writing'}  # files in this folder that are not data
+MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
 
 # ---- tasks by name ----
 
 def builtin_data() -> list[str]:
-    """Return the names of built-in data: the files of this folder with `documents` or `Task`."""
+    """Return the names of built-in data: files in this folder with `documents` or `Task`."""
     return sorted({path.stem for path in Path(__file__).parent.glob('[a-z]*.py')} - NOT_DATA)
 
 
@@ -46,7 +46,7 @@ def task_class(name) -> type | None:
 
 
 def make_task(name: str):
-    """Create the Task of a data name 'task' or 'task:option=value,...'. Raises UserError for a bad option or value."""
+    """Create the Task for 'task' or 'task:option=value,...'. UserError for invalid options."""
     options = (option.partition('=') for option in name.partition(':')[2].split(',') if option)
     return make_settings(task_class(name), {key: Text(value) for key, _, value in options}, f'in data {name!r}')
 
@@ -54,31 +54,31 @@ def make_task(name: str):
 # ---- their rows as data ----
 
 class Generated:
-    """The rows of a synthetic task, generated when they are read. Has the methods of Data.
+    """Rows of a synthetic task, generated when they are read, with the methods of Data.
 
-    A row is a function of its split and number. Unlimited training rows also depend on the seed: row i is the i-th that
-    any run with that seed reads. A fixed training set is the same for all seeds, but its order is not.
+    A row depends on its split and number. Unlimited training rows also depend on the seed. A fixed
+    training set is the same for all seeds; only its order changes.
     """
 
     def __init__(self, name):
         self.task, kind = make_task(name), name.partition(':')[0]
         options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
         all_but_rows = [key for key in options if not key.endswith('_rows')]
-        of_symbols = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
+        symbol_options = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
         self.folder = f'{kind}:{",".join(options.values())}'
-        self.tokenizer = f'{kind}:{",".join(of_symbols)}' if of_symbols else kind
+        self.tokenizer = f'{kind}:{",".join(symbol_options)}' if symbol_options else kind
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
         n_kept = self.task.train_rows or 0
-        if n_kept * self.task.row_tokens > KEPT_IDS:
+        if n_kept * self.task.row_tokens > MAX_CACHED_IDS:
             n_kept = 0
         self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
 
     @property
     def sha256(self) -> str:
-        """A checksum of the options and of some rows. A resumed run compares it."""
+        """Checksum of the options and some rows, which a resumed run compares."""
         rows = np.concatenate([self.rows(split, range(8), 0) for split in self.splits])
         return hashlib.sha256(self.folder.encode() + rows.astype('<i8').tobytes()).hexdigest()
 
@@ -102,28 +102,28 @@ class Generated:
         return self.kept[numbers].astype(np.int64)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
-        """Return count ids from position start of a split's rows in order (of seed 0)."""
+        """Return `count` ids from position `start` of a split's rows, in order (seed 0)."""
         n = self.T + 1
         begin, end = start // n, math.ceil((start + count) / n)
         return self.rows(split, range(begin, end), 0).ravel()[start - begin * n:][:count]
 
     def n_windows(self, split: str, T: int) -> float:
-        """Return the number of rows of a split, infinite if unlimited. T must be the task's."""
+        """Return the number of rows of a split, infinite if unlimited. T must be the task's T."""
         if T != self.T:
-            raise UserError(f'block_size is {T}, but a row of {self.folder} is {self.T} inputs and their targets: set '
+            raise UserError(f'block_size is {T}, but rows of {self.folder} have {self.T} inputs: set '
                             f'block_size to {self.T}')
         n_rows = self.splits[split]['documents']
         return math.inf if n_rows is None else n_rows
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
-        """Return idx, targets (part of batch_size, T) int64 of a training step: a pure function of the arguments."""
+        """Return idx, targets (part of batch_size, T) int64, a pure function of the arguments."""
         numbers, n = np.arange(step * batch_size, (step + 1) * batch_size)[part], self.n_windows('train', T)
         if n < math.inf:
             numbers, _ = shuffled(numbers, n, seed)
         return self._batch(self.rows('train', numbers, seed))
 
     def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
-        """Return idx, targets (len(windows), T) int64 of the held-out rows with these numbers. The seed is ignored."""
+        """Return idx, targets (len(windows), T) int64 of these held-out rows. Ignores the seed."""
         return self._batch(self.rows('val', windows, 0))
 
     def _batch(self, rows):
@@ -134,7 +134,7 @@ class Generated:
         return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
-        """Return the first held-out row up to its last answer, and the length of that answer.
+        """Return the first held-out row up to its last answer, and that answer's length.
 
         If every position has an answer: all inputs, and 1.
         """
@@ -152,5 +152,5 @@ class Generated:
 
 @torch.no_grad()
 def greedy_tokens(model, idx, device, batch_size: int) -> torch.Tensor:
-    """Return the most likely next token at each position. idx (n, T) -> (n, T) int64, on the CPU."""
+    """Return the argmax token at each position: idx (n, T) -> (n, T) int64, on the CPU."""
     return torch.cat([model.logits(part.to(device)).argmax(-1).cpu() for part in idx.split(batch_size)])

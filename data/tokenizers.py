@@ -1,9 +1,9 @@
-"""Tokenizers by name or by file. Read `load_tokenizer`; below it is one function for each kind.
+"""Tokenizers by name or file. Read `load_tokenizer` first; then one function per kind.
 
-    python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json      trains a byte-level BPE
+    python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json   train a BPE
 
-The texts are .txt files, or records with a field `text`, as prepare_fineweb.py reads them; its --tokenizer=bpe16k.json
-then uses the result.
+Texts are .txt files or records with a field `text`. Then use prepare_fineweb.py
+--tokenizer=bpe16k.json.
 """
 import json
 import re
@@ -17,34 +17,34 @@ from common.files import UserError, friendly_errors, read_json, sha256, write_fi
 from common.settings import check_ranges, load_settings
 from data.tasks import make_task, task_class
 
-GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',  # of vocab.bpe, of encoder.json
+GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',  # vocab.bpe, encoder.json
                '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783')
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]')
 EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
-TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # the last a folder
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # last: a folder
 
 
 @dataclass
 class Tokenizer:
-    """encode(text) -> list of ids; decode(ids) -> bytes, because a token may end inside a character."""
+    """A tokenizer. decode returns bytes, because a token may end inside a character."""
 
     name: str
-    n_ids: int  # ids 0 ... n_ids - 1, eos included
+    n_ids: int  # ids 0 ... n_ids - 1, including eos
     eos_id: int
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], bytes]
-    encode_document: Callable | None = None  # encodes '<|endoftext|>' as text; ids, or an array of them
-    bos_id: int | None = None  # the token that starts a document, if it has one
-    decode_text: Callable | None = None  # decodes a whole text as transformers does, to str, where that differs
-    start: tuple[int, ...] = ()  # what documents and prompts start with: bos, where `load_tokenizer` is asked for it
+    encode_document: Callable | None = None  # encodes '<|endoftext|>' as text; list or array
+    bos_id: int | None = None  # start-of-document token, if there is one
+    decode_text: Callable | None = None  # decodes to str as transformers does, if that differs
+    start: tuple[int, ...] = ()  # prefix of documents and prompts: bos if `load_tokenizer(bos=True)`
 
 
 def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tokenizer:
-    """Load a tokenizer: 'byte' (256 bytes and eos), 'gpt2' (tiktoken downloads it once), a synthetic task, or a path.
+    """Load a tokenizer: 'byte' (bytes and eos), 'gpt2' (via tiktoken), a synthetic task, or a path.
 
-    A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's encoder.json and
-    vocab.bpe. With bos, documents and prompts start with that token. eos_token ends a document; None: the token that
-    tokenizer_config.json beside a tokenizer.json names, else a known one. Raises UserError if it cannot be used.
+    A path is a Hugging Face tokenizer.json, a SentencePiece .model, or a folder with GPT-2's
+    encoder.json and vocab.bpe. bos: start documents and prompts with bos. eos_token ends a
+    document; None: from tokenizer_config.json next to it, else a common name. UserError if invalid.
     """
     name, path = str(name), Path(name)
     if name == 'byte':
@@ -59,54 +59,54 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
     if bos and tokenizer.bos_id is None:
-        raise UserError(f'the tokenizer {name} has no token that starts a document, such as <s>: leave out --bos')
+        raise UserError(f'the tokenizer {name} has no bos token, such as <s>: leave out --bos')
     plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
     return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
-                   encode=lambda text: encode_anyhow(name, plain, text),
-                   encode_document=lambda text: encode_anyhow(name, document, text))
+                   encode=lambda text: encode_robustly(name, plain, text),
+                   encode_document=lambda text: encode_robustly(name, document, text))
 
 
-def encode_anyhow(name: str, encode: Callable, text: str):
-    """Encode a text. If the library fails, for example at a million blanks, encode each half of the text."""
+def encode_robustly(name: str, encode: Callable, text: str):
+    """Encode a text. If the library fails, for example on a million spaces, encode it in halves."""
     try:
         return encode(text)
     except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the panic of a library in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if len(text) < 1000:
             raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
     middle = len(text) // 2
-    return [*encode_anyhow(name, encode, text[:middle]), *encode_anyhow(name, encode, text[middle:])]
+    return [*encode_robustly(name, encode, text[:middle]), *encode_robustly(name, encode, text[middle:])]
 
 
 def tokenizer_digest(name) -> str | None:
-    """Return the identity of a tokenizer: its name, or the sha256 of its file. None if the file is missing."""
+    """Return the identity of a tokenizer: its name or its file's SHA-256; None if missing."""
     name, path = str(name), Path(name)
     if name in ('byte', 'gpt2') or task_class(name):
         return name
-    if path.is_dir():  # with GPT-2's files: no other folder is a tokenizer
+    if path.is_dir():  # only GPT-2's tokenizer is a folder
         return 'gpt2'
     return sha256(path) if path.is_file() else None
 
 
 def special_tokens(path: Path) -> dict[str, str]:
-    """Return 'eos_token' and 'bos_token' if the tokenizer_config.json beside a tokenizer.json names them."""
+    """Return 'eos_token' and 'bos_token' from the tokenizer_config.json next to tokenizer.json."""
     file = path.with_name('tokenizer_config.json')
-    told = read_json(file, 'copy it again, or remove it') if file.is_file() else {}
-    named = {key: told.get(key) for key in ('eos_token', 'bos_token')}
+    config = read_json(file, 'copy it again, or remove it') if file.is_file() else {}
+    named = {key: config.get(key) for key in ('eos_token', 'bos_token')}
     return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
 
 
-def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
-    """Copy the file or folder of a tokenizer into a folder. Return what meta.json calls it.
+def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
+    """Copy a tokenizer's file or folder into a folder. Returns its name there, for meta.json.
 
-    Names that are not paths are returned as they are. eos_token: see `load_tokenizer`; tokenizer_config.json keeps it.
+    Names that are not paths are returned unchanged. tokenizer_config.json records eos_token.
     """
     path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
     if path.is_file():
         own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
-        told = special_tokens(path)
-        write_json(Path(folder) / 'tokenizer_config.json', told | ({'eos_token': eos_token} if eos_token else {}))
+        config = special_tokens(path)
+        write_json(Path(folder) / 'tokenizer_config.json', config | ({'eos_token': eos_token} if eos_token else {}))
     elif not (path / files[0]).is_file():
         return name
     for file in files:
@@ -117,15 +117,15 @@ def keep_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 bytes, then eos."""
+    """Return the byte tokenizer: 256 bytes, then eos."""
     return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256),
                      lambda text: np.frombuffer(text.encode(), np.uint8))
 
 
 def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
-    """One token per symbol: a word, `||` if it is a symbol, or a single other character.
+    """Return a tokenizer with one token per symbol: a word, `||`, or a single other character.
 
-    Blanks and commas separate symbols. Decoding puts a blank before each symbol.
+    Spaces and commas separate symbols. Decoding puts a space before each symbol.
     """
     id_of = {symbol: i for i, symbol in enumerate(symbols)}
     pattern = symbol_pattern(symbols)
@@ -134,7 +134,7 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
         found = re.findall(pattern, text)
         for symbol in found:
             if symbol not in id_of:
-                raise UserError(f'{symbol!r} is no symbol of {name}: expected {symbols[0]} ... {symbols[-1]}')
+                raise UserError(f'unknown symbol {symbol!r} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
         return [id_of[symbol] for symbol in found]
 
     def decode(ids):
@@ -144,12 +144,12 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
 
 
 def symbol_pattern(symbols: list[str]) -> str:
-    """Return the regular expression of a symbol."""
+    """Return a regular expression that matches one symbol."""
     return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
 
 
 def gpt2_tokenizer(name: str) -> Tokenizer:
-    """GPT-2's 50257 ids by tiktoken, which downloads its files, or from a folder with those that OpenAI published."""
+    """Load GPT-2's 50257 ids with tiktoken, by download or from a folder with OpenAI's files."""
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -160,35 +160,35 @@ def gpt2_tokenizer(name: str) -> Tokenizer:
             ranks = data_gym_to_mergeable_bpe_ranks(f'{name}/vocab.bpe', f'{name}/encoder.json', *GPT2_SHA256)
             bpe = tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
                                     special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
-    except (OSError, ValueError) as error:  # ValueError: other files than those that OpenAI published
-        raise UserError(f'GPT-2 could not be loaded from {"the network" if name == "gpt2" else name} ({error}): set '
-                        'TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
-                        '--tokenizer=FOLDER, one with encoder.json and vocab.bpe')
-    # encode_ordinary panics at a million blanks, and prints a stack trace
+    except (OSError, ValueError) as error:  # ValueError: the files are not OpenAI's
+        raise UserError(f'the GPT-2 tokenizer could not be loaded from {"the network" if name == "gpt2" else name} '
+                        f'({error}): set TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
+                        '--tokenizer=FOLDER with encoder.json and vocab.bpe')
+    # not encode_ordinary, which panics on a million spaces
     return Tokenizer(name, 50257, 50256, lambda text: bpe.encode(text, disallowed_special=()), bpe.decode_bytes,
                      lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
 
 
 def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer:
-    """A tokenizer.json. eos_token: see `load_tokenizer`."""
+    """Load a tokenizer.json. eos_token: see `load_tokenizer`."""
     from tokenizers import Tokenizer as Fast
     try:
         fast = Fast.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises plain Exceptions
         raise UserError(f'{path} is not a tokenizer.json: {error}')
-    told, vocabulary = special_tokens(path), fast.get_vocab()
+    special, vocabulary = special_tokens(path), fast.get_vocab()
     bos, eos = (next((vocabulary[name] for name in names if name in vocabulary), None) for names in (
-        (told.get('bos_token'), *BOS_NAMES), [eos_token] if eos_token else (told.get('eos_token'), *EOS_NAMES)))
+        (special.get('bos_token'), *BOS_NAMES), [eos_token] if eos_token else (special.get('eos_token'), *EOS_NAMES)))
     if eos is None:
-        raise UserError(f'{path} has no token that ends a document: expected {eos_token or " or ".join(EOS_NAMES)}, or '
-                        'another that tokenizer_config.json beside it names as "eos_token" (importing: --eos_token)')
+        raise UserError(f'{path} has no eos token: expected {eos_token or " or ".join(EOS_NAMES)}; set another with '
+                        '"eos_token" in tokenizer_config.json next to it, or --eos_token when importing')
     fast.no_truncation()
     fast.no_padding()
     if getattr(fast.model, 'dropout', None):
         fast.model.dropout = None
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
-        raise UserError(f'{path} has the decoder {decoder}: expected one by bytes (ByteLevel) or of SentencePiece')
+        raise UserError(f'{path} has the decoder {decoder}: expected a byte-level or SentencePiece decoder')
     if 'ByteLevel' in decoder:
         byte_of = bytes_of_gpt2_characters()
         added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
@@ -201,9 +201,9 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
     inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
 
     def encode_document(text):
-        fast.encode_special_tokens = True  # '<|endoftext|>' in a document is text, and does not end it
+        fast.encode_special_tokens = True  # '<|endoftext|>' in a document is ordinary text
         ids = fast.encode(text, add_special_tokens=False).ids
-        if eos in ids or bos in ids:  # a piece of the vocabulary, as a Unigram model may have it: cut in two it is text
+        if eos in ids or bos in ids:  # a Unigram model may still match it: split it in two
             ids = [i for part in re.split(inside, text) for i in fast.encode(part, add_special_tokens=False).ids]
         return ids
 
@@ -216,24 +216,24 @@ def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer
 def bytes_of_gpt2_characters() -> dict[str, int]:
     """Return {GPT-2's printable character for a byte: the byte}."""
     from tokenizers.pre_tokenizers import ByteLevel
-    characters = sorted(ByteLevel.alphabet())  # printable bytes are themselves, others from 256 on
+    characters = sorted(ByteLevel.alphabet())  # printable bytes map to themselves, others to 256 and up
     printable = [ord(c) for c in characters if ord(c) < 256]
     return dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
 
 
 def sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    """A SentencePiece .model."""
+    """Load a SentencePiece .model."""
     import sentencepiece
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
         raise UserError(f'{path} is not a SentencePiece model: {error}')
     if model.eos_id() < 0:
-        raise UserError(f'{path} has no end-of-document piece (eos): train the SentencePiece model with one')
+        raise UserError(f'{path} has no eos piece: train the SentencePiece model with one')
 
     def decode(ids):
         return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
-    n_blanks = int(decode(model.encode('a')).startswith(b' '))  # which the model puts before a text
+    n_blanks = int(decode(model.encode('a')).startswith(b' '))  # spaces that the model adds before a text
 
     def decode_text(ids):
         from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
@@ -245,7 +245,7 @@ def sentencepiece_tokenizer(path: Path) -> Tokenizer:
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
-    """Return the bytes of a token written in GPT-2's characters, or in SentencePiece's: <0x41>, U+2581 for a space."""
+    """Return a token's bytes, from GPT-2's or SentencePiece's spelling (<0x41>, U+2581: space)."""
     if byte_of:
         return bytes(byte_of[c] for c in piece) if all(c in byte_of for c in piece) else piece.encode()
     if re.fullmatch('<0x[0-9A-F]{2}>', piece):
@@ -254,7 +254,7 @@ def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
 
 
 def padded_vocab(n_ids: int) -> int:
-    """Return the rows of the embedding: the next multiple of 64 above n_ids, so that a row is free for <predict>."""
+    """Return the embedding rows: the next multiple of 64 above n_ids, with a row for <predict>."""
     return (n_ids // 64 + 1) * 64
 
 
@@ -262,14 +262,14 @@ def padded_vocab(n_ids: int) -> int:
 
 @dataclass
 class Settings:
-    vocab_size: int = 32000  # ids, with the 256 bytes and the end of a document
-    out: str = 'tokenizer.json'  # file to write
+    vocab_size: int = 32000  # number of ids, including the 256 bytes and eos
+    out: str = 'tokenizer.json'  # output file
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
-    """Train a byte-level BPE. Returns the content of a tokenizer.json; id 0, <|endoftext|>, ends a document.
+    """Train a byte-level BPE. Returns a tokenizer.json as text; id 0, <|endoftext|>, is eos.
 
-    It has fewer than vocab_size ids if the texts have too few pairs.
+    The result has fewer than vocab_size ids if the texts have too few pairs.
     """
     from tokenizers import ByteLevelBPETokenizer
     fast = ByteLevelBPETokenizer()
@@ -283,12 +283,12 @@ def main(argv: list[str] | None = None) -> None:
         s, names, _ = load_settings(Settings, argv)
         check_ranges(s, vocab_size=(257, 10 ** 6))
         if not names:
-            raise UserError("which texts? python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json")
+            raise UserError("no texts given. Usage: python -m data.tokenizers 'texts/*.txt' --vocab_size=16000")
         if Path(s.out).exists():
-            raise UserError(f'{s.out} exists: write to another --out')
+            raise UserError(f'{s.out} already exists: choose another --out')
         batches = (batch for name in names for _, batch in open_source(name, TEXTS)[0](None))
-        texts = (found[2] for batch in batches for found in batch if found)
-        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))  # whole takes 80 times it
+        texts = (found[2] for batch in batches for found in batch if found)  # a long text takes 80x its size in RAM
+        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))
         write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 

@@ -1,24 +1,24 @@
-"""The fast form of model_context_ready's `loop`: Algorithm 1 over whole windows, with a hand-written exact gradient.
+"""A fast `Model.loop` for model_context_ready: Algorithm 1 with a hand-written, exact gradient.
 
-    forward                                       backward
+    forward                                backward
 
-    t = 0 ... T-1                                 t = T-1 ... 0
-      correction from z[t-1] and e[t]               g = gradient of z[t], from the loss and from position t + 1
-      each layer: x = x + branch(x)                 each layer, last first: g = g + branch's gradient of its input
-      z[t] = x                                      the correction: gradients of z[t-1] and of e[t]
+    t = 0 ... T-1                          t = T-1 ... 0
+      correction from z[t-1] and e[t]        g = gradient of z[t], from loss and position t + 1
+      each layer: x = x + branch(x)          each layer in reverse: g = g + branch's input gradient
+      z[t] = x                               the correction: gradients of z[t-1] and e[t]
 
-A position is a few small products and many small operators, so what counts is how few there are. Each residual branch
-has a tape. In the forward a tape writes down, position by position, what its branch reads: the inputs of its norm, of
-its GELU, its queries, keys, values and probabilities. In the backward it is read from the end, and takes down the
-gradient of each product's output beside it. Only the gradient of the state runs through time: every weight's gradient
-is one large product over all positions afterwards.
+One position is many tiny operators, so speed depends on their number. Each residual branch has a
+tape. In the forward pass, the tape records the branch's values at each position: the inputs of its
+norm and GELU, queries, keys, values, probabilities. The backward pass reads them in reverse and
+records the gradient of each product's output. Only the state's gradient is computed position by
+position; each weight's gradient is one large product over all positions at the end.
 
-    step(t, x)           the branch at position t (B, C); notes what it reads
-    start_back()         what can be computed for all positions at once
-    back(t, grad)        gradient of the branch's input at t from that of its output; notes both
-    weight_gradients()   [(parameter, gradient)]
+    step(t, x)           run the branch at position t: (B, C); record intermediate values
+    start_back()         compute what the backward pass can do for all positions at once
+    back(t, grad)        return the input gradient at t for an output gradient; record gradients
+    weight_gradients()   return [(parameter, gradient)]
 
-    T positions, B batch, C width, H heads, D head size, W keys that a query may see
+    T positions, B batch size, C width, H heads, D head size, W keys that a query may see
 """
 import math
 
@@ -32,43 +32,43 @@ PIN = '9d6fda2f3cca65f9'
 
 
 def implements(model_file):
-    """What this file re-implements: an edit of any of these would have no effect here."""
+    """Return the code that this file re-implements; edits of it would have no effect here."""
     m, k = model_file, attn_kernels
     return [m.FFN, m.Block, m.Model.__init__, m.Model.sees, m.Model.correct, m.Model.step, m.Model.loop, k.rotate,
             k.attention, k._dense_sdpa]
 
 
 def stream(model, idx, graphs=True):
-    """Algorithm 1 over whole windows, in the dtype of the weights, differentiable. idx (B, T) -> z (B, T, C).
+    """Run Algorithm 1, differentiable, in the weights' dtype. idx: (B, T) -> z (B, T, C).
 
-    In training on a GPU forward and backward are one CUDA graph each, unless graphs is False: run the backward before
-    the next forward.
+    graphs: when training on a GPU, replay forward and backward as CUDA graphs. A backward pass must
+    then run before the next forward.
     """
     c = model.config
     e, doc_start, _, rope = model.prepare(idx)
     B, T, C = e.shape
-    dropout = None  # factors: on what enters the blocks, then on the two branches of each block
+    dropout = None  # factors for the blocks' input, then for the two branches of each block
     if c.dropout and model.training:
         dropout = F.dropout(e.new_ones(1 + 2 * c.n_layer, T, B, C), c.dropout)
     params = _parameters(model)
-    # A graph reads the weights where they lay when it was recorded. So none is recorded for weights that
-    # functional_call lends for one call, or that FSDP gathers anew for each step.
-    stay = all(isinstance(p, nn.Parameter) for p in params) and not hasattr(model, 'set_requires_gradient_sync')
-    records = graphs and e.is_cuda and torch.is_grad_enabled() and stay
+    # A graph needs weights at fixed addresses, unlike functional_call's, or FSDP's, which are
+    # gathered anew for each step.
+    fixed = all(isinstance(p, nn.Parameter) for p in params) and not hasattr(model, 'set_requires_gradient_sync')
+    use_graphs = graphs and e.is_cuda and torch.is_grad_enabled() and fixed
     inputs = e, *rope, doc_start, dropout
-    return _recorded(model, inputs, params) if records else Scan.apply(model, *inputs, *params)
+    return _run_graphed(model, inputs, params) if use_graphs else Scan.apply(model, *inputs, *params)
 
 
 def _parameters(model):
-    """The parameters that `Scan` gives gradients."""
-    return list(dict.fromkeys([*model.blocks.parameters(), *model.correction.parameters()]))  # `tied` has some twice
+    """Return the parameters that `Scan` computes gradients for."""
+    return list(dict.fromkeys([*model.blocks.parameters(), *model.correction.parameters()]))  # `tied` shares some
 
 
-def _recorded(model, inputs, params):
-    """`Scan` by CUDA graphs of its forward and backward, one of each for every shape and place of the weights."""
+def _run_graphed(model, inputs, params):
+    """Run `Scan` with CUDA graphs, captured once per input shape and set of weight addresses."""
     graphs = vars(model).setdefault('scan_graphs', {})
     is_given = [x is not None for x in inputs]
-    given = [x for x in inputs if x is not None]  # a graph's inputs are tensors
+    given = [x for x in inputs if x is not None]  # a graph's inputs must be tensors
 
     def scan(*tensors):
         rest = iter(tensors)
@@ -79,18 +79,17 @@ def _recorded(model, inputs, params):
         e, *others = given
         e, *own = (x.detach().clone().requires_grad_() for x in (e, *params))
         graphs[key] = torch.cuda.make_graphed_callables(scan, (e, *others, *own))
-    # the next replay overwrites the graph's gradients, which p.grad would take as they are: `p * 1` has them copied
+    # `p * 1`: p.grad gets a copy of the graph's gradients, which the next replay overwrites
     return graphs[key](*given, *(p * 1 for p in params))
 
 
 class Scan(torch.autograd.Function):
-    """e (B, T, C), cos and sin of the positions, doc_start (B, T) or None, dropout (1 + 2 n_layer, T, B, C) factors or
-    None -> z (B, T, C)."""
+    """Algorithm 1 on embeddings e (B, T, C). dropout: factors (1 + 2 n_layer, T, B, C) or None."""
 
     @staticmethod
     def forward(ctx, model, e, cos, sin, doc_start, dropout, *params):
         T = e.shape[1]
-        e = e.transpose(0, 1).contiguous()  # positions first, so that one of them is one block of memory
+        e = e.transpose(0, 1).contiguous()  # positions first, so that each is contiguous
         correct = _CorrectionTape(model, e, doc_start)
         branches = []
         for block in model.blocks:
@@ -104,22 +103,22 @@ class Scan(torch.autograd.Function):
                 y = tape.step(t, x)
                 x = x + y if dropout is None else torch.addcmul(x, y, dropout[1 + i, t])
             z[t] = x
-        ctx.save_for_backward(*params)  # so that a change of the weights in between is an error
-        # params may stand in for the model's own (`_recorded`), by which tapes name gradients
+        ctx.save_for_backward(*params)  # raises an error if weights change before the backward
+        # tapes name gradients by the model's parameters; params may be copies (`_run_graphed`)
         ctx.tapes, ctx.dropout, ctx.params = (correct, branches), dropout, _parameters(model)
         return z.transpose(0, 1)
 
     @staticmethod
     def backward(ctx, grad):
         _, (correct, branches), dropout = ctx.saved_tensors, ctx.tapes, ctx.dropout
-        ctx.tapes = None  # the loss may live on
+        ctx.tapes = None  # free memory even if the loss is kept
         grad = grad.transpose(0, 1).contiguous()
         grad_e, through_z, grads = torch.empty_like(grad), torch.zeros_like(grad[0]), {}
         with torch.autocast(grad.device.type, enabled=False):
             for tape in (correct, *branches):
                 tape.start_back()
             for t in reversed(range(len(grad))):
-                g = grad[t] + through_z  # of z[t], which position t + 1 reads
+                g = grad[t] + through_z  # gradient of z[t], which position t + 1 reads
                 for i, tape in reversed(list(enumerate(branches))):
                     g = g + tape.back(t, g if dropout is None else g * dropout[1 + i, t])
                 if dropout is not None:
@@ -128,13 +127,12 @@ class Scan(torch.autograd.Function):
                 grad_e[t] = g if through_e is None else g + through_e
             for tape in (correct, *branches):
                 for p, g in tape.weight_gradients():
-                    grads[p] = grads[p] + g if p in grads else g  # `tied` uses some twice
+                    grads[p] = grads[p] + g if p in grads else g  # `tied` uses some weights twice
         return None, grad_e.transpose(0, 1), *[None] * 4, *(grads[p] for p in ctx.params)
 
 
 class _NormTape:
-    """LayerNorm before a linear layer, x (T, B, n) its inputs. `back` takes that layer's weight and the gradient of its
-    output."""
+    """LayerNorm before a linear layer. x: (T, B, n), room for its inputs."""
 
     def __init__(self, norm, x):
         self.norm, self.x = norm, x
@@ -149,7 +147,7 @@ class _NormTape:
         self.grad = torch.empty_like(self.x)
 
     def back(self, t, weight, grad):
-        """The gradient of x[t], given that of the product with a weight after the norm."""
+        """Return the gradient of x[t], given the next layer's weight and output gradient."""
         torch.mm(grad, weight, out=self.grad[t])
         return self._input_gradient(t)
 
@@ -168,13 +166,13 @@ class _NormTape:
 
 
 def _linear_gradients(linear, grad, x):
-    """[(parameter, gradient)] of a linear layer from the gradients of its outputs and its inputs, (T, B, n) each."""
+    """Return a linear layer's [(parameter, gradient)], given output gradients and inputs x."""
     grad, x = grad.flatten(0, 1), x.flatten(0, 1)
     return [(linear.weight, grad.T @ x), (linear.bias, grad.sum(0))]
 
 
 class _FFNTape:
-    """LayerNorm, Linear, GELU, Linear."""
+    """Feed-forward branch: LayerNorm, Linear, GELU, Linear."""
 
     def __init__(self, ffn, e):
         T, B, _ = e.shape
@@ -204,14 +202,14 @@ class _FFNTape:
 
 
 class _AttentionTape:
-    """LayerNorm, rotary causal attention over a window, output projection.
+    """Attention branch: LayerNorm, rotary causal attention in a window, output projection.
 
-    Of queries, keys and values (B H, T, D) a window is a slice. Probabilities are (B H, T, W) of the W = w + 1 keys
-    that a query may see, its own in the last column. A query's are the end of a row, a key's a diagonal:
+    q, k, v: (B H, T, D). Probabilities: (B H, T, W), W = window + 1; the last column is the query's
+    own position. A query's probabilities are the end of a row, a key's are a diagonal:
 
         W = 3        column 0 1 2
-        query t = 0         . . 0          the number: which key. Key 1's probabilities are read
-              t = 1         . 0 1          downwards to the left
+        query t = 0         . . 0          entries are key positions; key 1 is on the diagonal
+              t = 1         . 0 1          from (t = 1, column 2) down to the left
               t = 2         0 1 2
               t = 3         1 2 3
     """
@@ -222,19 +220,19 @@ class _AttentionTape:
         self.block, self.doc_start, self.shape = block, doc_start, (B, H, C // H)
         self.W = min(reach + 1, T)
         self.norm = _NormTape(block.attn_norm, e.new_empty(T, B, C))
-        self.q, self.k, self.v = (e.new_empty(B * H, T, C // H) for _ in range(3))  # q rotated and scaled, k rotated
+        self.q, self.k, self.v = (e.new_empty(B * H, T, C // H) for _ in range(3))  # q: rotated, scaled; k: rotated
         self.p = e.new_empty(B * H, T, self.W)
-        self.mixed = e.new_empty(T, B, C)  # what the output projection reads
+        self.mixed = e.new_empty(T, B, C)  # inputs of the output projection
         cos, sin = (table.to(e.dtype).unsqueeze(1) for table in rope)  # (T, 1, 1, D)
         scale = (C // H) ** -0.5
-        self.cos, self.sin = (torch.cat([table * scale, table], 1) for table in (cos, sin))  # (T, 2, 1, D): of q, of k
+        self.cos, self.sin = (torch.cat([table * scale, table], 1) for table in (cos, sin))  # (T, 2, 1, D): q, k
 
     def _rotate(self, qk, t, direction):
-        """qk (B, 2, H, D) turned by its angle, q scaled too; direction -1: the transposed map."""
+        """Rotate q and k (B, 2, H, D), and scale q. direction = -1: the transposed map."""
         return torch.addcmul(qk * self.cos[t], qk.roll(qk.shape[-1] // 2, -1), self.sin[t], value=direction)
 
-    def _of_key(self, x, t):
-        """What the queries from t on have in x (B H, T, W) for key t: (B H, 1, queries)."""
+    def _key_diagonal(self, x, t):
+        """Return the entries of key t in x (B H, T, W), one per query that sees it, (B H, 1, n)."""
         T, W = x.shape[1:]
         return x.as_strided((len(x), 1, min(W, T - t)), (T * W, 1, W - 1), t * W + W - 1)
 
@@ -262,7 +260,7 @@ class _AttentionTape:
 
     def back(self, t, grad):
         (B, H, D), block = self.shape, self.block
-        first_key, queries = max(0, t + 1 - self.W), slice(t, t + self.W)  # that it sees; that see it
+        first_key, queries = max(0, t + 1 - self.W), slice(t, t + self.W)  # first key of t; queries of t
         self.grad[t] = grad
         grad_mixed = (grad @ block.attn_out.weight).view(B * H, 1, D)
         self.grad_mixed[:, t:t + 1] = grad_mixed
@@ -272,9 +270,9 @@ class _AttentionTape:
         self.grad_scores[:, t:t + 1, first_key - t - 1:] = grad_scores
         out = self.grad_qkv[t].view(B, 3, H, D)
         grad_q = grad_scores @ self.k[:, first_key:t + 1]
-        grad_k = self._of_key(self.grad_scores, t) @ self.q[:, queries]
+        grad_k = self._key_diagonal(self.grad_scores, t) @ self.q[:, queries]
         out[:, :2] = self._rotate(torch.cat([x.view(B, 1, H, D) for x in (grad_q, grad_k)], 1), t, -1)
-        out[:, 2] = (self._of_key(self.p, t) @ self.grad_mixed[:, queries]).view(B, H, D)
+        out[:, 2] = (self._key_diagonal(self.p, t) @ self.grad_mixed[:, queries]).view(B, H, D)
         return self.norm.back(t, block.qkv.weight, self.grad_qkv[t])
 
     def weight_gradients(self):
@@ -283,7 +281,7 @@ class _AttentionTape:
 
 
 class _CorrectionTape:
-    """Eq. 1 in all its variants."""
+    """Correction network (eq. 1), all variants."""
 
     def __init__(self, model, e, doc_start):
         self.variant, self.e = model.config.variant, e
@@ -291,7 +289,7 @@ class _CorrectionTape:
             self.net = _NormTape(model.correction, torch.empty_like(e))
         else:
             self.net = _FFNTape(model.correction, e)
-        self.z_mask = None  # 0 where a document starts, (T, B, 1)
+        self.z_mask = None  # (T, B, 1), 0 where a document starts
         if doc_start is not None:
             self.z_mask = (doc_start != torch.arange(len(e), device=e.device)).T.unsqueeze(-1).to(e.dtype)
 
@@ -308,7 +306,7 @@ class _CorrectionTape:
         self.net.start_back()
 
     def back(self, t, grad):
-        """Gradients of z of the position before, and of e[t] or None."""
+        """Return the gradients of the previous position's z, and of e[t] or None."""
         if self.variant == 'block_head':
             self.net.grad[t] = grad
             through_z, through_e = self.net._input_gradient(t), None

@@ -1,14 +1,13 @@
-/* GPN's steps over a segment and their gradient, on CPU: `steps` and `segment_backward` of gpn.py, which builds this
-   file (for float, with -DDOUBLE, and with -DBF16: float, but the factors of products are rounded), calls it by
-   ctypes, and has the same arithmetic in PyTorch's operators beside it.
+/* GPN's steps over a segment and their gradient, on a CPU: `CSteps` in gpn.py, which compiles this file
+   (float; -DDOUBLE: double; -DBF16: float with factors of products rounded to bf16) and calls it with
+   ctypes. `KernelSteps` in gpn.py has the same arithmetic in PyTorch.
 
-   A step is three products of a few rows with large weights, and small loops between them. Rows of a product go through
-   in tiles that stay in registers; the weights come in panels, so that a tile reads them in a row. The loops between
-   are written for the compiler to make vectors of. With OpenMP the threads share panels, heads or rows, and wait for
-   each other after each.
+   A step is three products of a few rows with large weights, and small loops between them. Products
+   run in register tiles, on weights in panels that a tile reads contiguously. The small loops are
+   written for the compiler to vectorise. OpenMP threads share panels, heads or rows.
 
-       S steps    B rows    C state    F feed-forward    H heads    K x D a head's memory    L layers    Y = F + H D
-       product in: [ gate C | query HK | in the first layer key HK, value HD, beta H, decay H | silu'd Y | up F ]
+       S steps   B rows   C state   F feed-forward   H heads   K x D head memory   L layers   Y = F + H D
+       input product: [ gate C | query HK | first layer: key HK, value HD, beta H, decay H | silu Y | up F ]
 */
 #include <stdlib.h>
 #include <tgmath.h>
@@ -24,17 +23,17 @@ enum { LARGEST = 87, TERMS = 7, BIAS = 127, MANTISSA = 23 };
 #endif
 
 #ifdef __AVX512F__
-enum { BYTES = 64, ROWS = 8 };  /* of a vector; of a tile, which with two vectors a row stays in registers */
+enum { BYTES = 64, ROWS = 8 };  /* per vector; per tile: ROWS x 2 vectors fit in registers */
 #elif defined __AVX__
 enum { BYTES = 32, ROWS = 4 };
 #else
 enum { BYTES = 16, ROWS = 4 };
 #endif
 enum { HALF = ROWS / 2, LANES = BYTES / sizeof(real), PANEL = 2 * LANES };
-enum { WORTH_THREADS = 1 << 18 };  /* multiplications of a product */
+enum { MIN_PARALLEL = 1 << 18 };  /* multiplications in a product from which threads are used */
 typedef real vector __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 
-/* Neighbouring factors of a product, PAIR of them, are multiplied and added at once. */
+/* PAIR adjacent factors are multiplied and added by one instruction. */
 #ifdef BF16
 #include <immintrin.h>
 #ifndef __AVX512BF16__
@@ -49,8 +48,8 @@ enum { PAIR = 1 };
 #endif
 typedef struct { long S, B, C, F, H, K, D, L, threads, keep; real state_eps, read_eps, key_eps; } sizes;
 
-/* EACH: no iteration needs another: where two pointers are to one array, iteration i touches only its place i.
-   SHARED: by all threads, which then wait for each other. */
+/* EACH: iterations are independent; pointers that alias are only accessed at index i.
+   SHARED: iterations are split over the threads, with a barrier at the end. */
 #define EACH(i, n) _Pragma("GCC ivdep") for (long i = 0; i < (n); i++)
 #define SHARED(i, n) _Pragma("omp for") for (long i = 0; i < (n); i++)
 #define INLINE static inline __attribute__((always_inline))
@@ -59,7 +58,7 @@ const int panel = PANEL, pair = PAIR;
 
 /* ---- y (B, n) = x (B, c) W^T + bias; W in panels (ceil(n / PANEL), ceil(c / PAIR), PANEL, PAIR) ---- */
 
-/* sum + x w: the same PAIR of x for each lane, a vector of W */
+/* Return sum + x w, with the same PAIR of x for all lanes of a vector of W. */
 INLINE vector add_product(vector sum, const factor *x, const factor *w) {
 #ifdef BF16
     const __m512i pairs = _mm512_set1_epi32(*(both *)x);
@@ -81,7 +80,7 @@ INLINE void tile(const int R, const factor *x, const factor *w, const real *bias
         EACH(j, columns) y[r * n + j] = ((real *)sum[r])[j] + (bias ? bias[j] : 0);
 }
 
-/* room: B (c + 1) factors, where -DBF16 puts the rounded x */
+/* room: B (c + 1) factors, for x rounded to bf16 with -DBF16 */
 static void product(const real *x, const real *weight, const real *bias, real *y, long B, long c, long n,
                     factor *room) {
     const factor *rows = (const factor *)x, *w = (const factor *)weight;
@@ -105,9 +104,9 @@ static void product(const real *x, const real *weight, const real *bias, real *y
     }
 }
 
-/* ---- pieces of a step ---- */
+/* ---- operations of a step ---- */
 
-/* exp(x) in operations that a compiler makes vectors of: 2^n exp(r), |r| < 0.35, by its series */
+/* Vectorisable exp(x) = 2^n exp(r), |r| < 0.35, by its series */
 INLINE real exponential(real x) {
     x = x < -LARGEST ? -LARGEST : x > LARGEST ? LARGEST : x;
     real n = rint(x * (real)1.4426950408889634), r = x - n * (real)0.6931471805599453, sum = 1;
@@ -118,7 +117,7 @@ INLINE real exponential(real x) {
 INLINE real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
 INLINE real softplus(real x) { return x > 20 ? x : log1p(exp(x)); }
 
-/* y = x / sqrt(|x|^2 + eps^2); returns 1 / the root */
+/* y = x / sqrt(|x|^2 + eps^2). Returns 1 / sqrt(|x|^2 + eps^2). */
 INLINE real l2_normalize(const real *x, real *y, long n, real eps) {
     real sum = eps * eps;
     EACH(i, n) sum += x[i] * x[i];
@@ -143,7 +142,7 @@ INLINE void key_backward(const real *grad, const real *k, real inverse, real *ou
     EACH(i, K) out[i] = k[i] > 0 ? out[i] : 0;
 }
 
-/* eq. 10; carries: 0 where the memory before is another document's, else 1 */
+/* eq. 10; carries: 0 if `before` belongs to another document, else 1 */
 INLINE void write(const real *before, real *after, const real *k, const real *v, real decay, real beta, real carries,
                   long K, long D) {
     real error[D];
@@ -162,7 +161,8 @@ INLINE void read_backward(real *g, const real *m, const real *q, const real *gra
     }
 }
 
-/* g: the gradient of the memory after it, then of the one before; returns that of beta, in *glog that of log(decay) */
+/* g: gradient of the memory after the write, updated to that before it. Returns beta's gradient;
+   *glog is that of log(decay). */
 INLINE real write_backward(real *g, const real *before, const real *k, const real *v, real decay, real beta,
                            real carries, real *gk, real *gv, real *glog, long K, long D) {
     real error[D], gbeta = 0, held = 0;
@@ -185,7 +185,7 @@ INLINE real write_backward(real *g, const real *before, const real *k, const rea
 /* 0 where a document starts, else 1 */
 INLINE real carries_on(const real *carry_mask, long row) { return carry_mask ? carry_mask[row] : 1; }
 
-/* Where the values are in a layer's product in, and how wide that is. */
+/* Offset of the values in a layer's input product, and its width. */
 INLINE long values(const sizes *n) { return n->C + 2 * n->H * n->K; }
 INLINE long width(const sizes *n, long l) {
     return n->C + 2 * n->F + n->H * (n->K + n->D) + (l ? 0 : n->H * (n->K + n->D + 2));
@@ -193,12 +193,12 @@ INLINE long width(const sizes *n, long l) {
 
 /* ---- S steps ----
 
-   w: the ground gate's weight and bias, of each layer the weight and bias of its product in and the weight of its
-   product out; then the decay rates and the first key. s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are written
-   in place; with n->keep = 1 they have S + 1 places, and step t goes from place t to place t + 1. carry_mask (S, B) is
-   0 where a document starts; active (S, B) is 0 in rows that stay as they are; both may be null.
-   saved (S, B, ...) is written: the states of the layers, the ground's product, of each layer the product in and, with
-   a memory, what was read. */
+   w: weight and bias of the ground gate; per layer, weight and bias of the input product, weight of
+   the output product; decay rates; first key. s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are
+   updated in place, or if n->keep = 1, they have S + 1 entries and step t goes from entry t to t + 1.
+   carry_mask (S, B): 0 where a document starts; active (S, B): 0 where a row is unchanged; may be null.
+   saved (S, B, ...) is written: states of the layers; ground gate's product; per layer, the input
+   product and, with a memory, what was read. */
 
 void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const real *u, const real *carry_mask,
            const char *active, real *const *saved) {
@@ -207,7 +207,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
     real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * Y + 1));
     real *ground = scratch, *normed = ground + B * C, *y = normed + B * C;
     factor *room = (factor *)(y + B * Y);
-#pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > WORTH_THREADS)
+#pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > MIN_PARALLEL)
     for (long t = 0; t < n->S; t++) {
         const real *x = ground;
         real *z0 = saved[L] + t * B * C, *s0 = s + n->keep * t * B * C, *s1 = s0 + n->keep * B * C;
@@ -234,7 +234,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
             SHARED(j, B * H) {
                 const long b = j / H, h = j % H;
                 const real *zq = z + b * W + C + h * K, *zv = z + b * W + values(n) + h * D;
-                const real *zb = z + b * W + values(n) + H * D + h;  /* beta's, and H further decay's */
+                const real *zb = z + b * W + values(n) + H * D + h;  /* beta's column; decay's is H further */
                 real *m = m1 + j * K * D, *read = memory_read + j * D, q[K];
                 if (l == 0 && (!active || active[t * B + b])) {
                     const real decay = exponential(-rate[h] * softplus(zb[H]));  /* eq. 9 */
@@ -270,12 +270,12 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
     free(scratch);
 }
 
-/* ---- and their gradient ----
+/* ---- gradient of S steps ----
 
-   The arguments are those of `segment_backward` in gpn.py; weights are transposed; ds, dk, dm are written in place.
-   memories (S, B, H, K, D) is room for the memory after each step; drate (B, H) and dfirst (B, H, K) start as zeros.
-   pairs (S, B, ...) is written: of the ground's product, then of each layer's products in and out, the gradient of the
-   result and the vector that was multiplied. */
+   Arguments as for `KernelSteps.backward` in gpn.py. Weights are transposed; ds, dk, dm are updated in
+   place. memories (S, B, H, K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K)
+   start as zeros. pairs (S, B, ...) is written: for the ground gate's product, then each layer's input
+   and output product, the gradient of the result and the input vector. */
 
 void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, const real *carry_mask, const real *s,
                     const real *k, const real *memory, const real *grad, real *ds, real *dk, real *dm,
@@ -285,9 +285,9 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
     real *scratch = malloc(sizeof(real) * B * (2 * C + 2 * width(n, 0) + Y + 2 + S * H * K));
     real *state = scratch, *ground = state + B * C, *cut = ground + B * C, *dy = cut + B * width(n, 0);
-    real *inverse = dy + B * Y, *keys = inverse + B;  /* keys: that each step writes under */
+    real *inverse = dy + B * Y, *keys = inverse + B;  /* keys: the key of each step's write */
     factor *room = (factor *)(keys + S * B * H * K);
-#pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > WORTH_THREADS)
+#pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > MIN_PARALLEL)
     {
         SHARED(j, B * H)
             for (long t = 0; t < S; t++) {
@@ -326,7 +326,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 product(d, w[4 + 3 * l], 0, dy, B, C, Y, room);
                 SHARED(b, B) {
                     const long silu = b * W + W - F - Y, up = silu + Y;
-                    real other[Y], *dother = dy + b * Y;  /* in the place of dy */
+                    real other[Y], *dother = dy + b * Y;  /* reuses dy */
                     const real length = l2_normalize(memory_read + b * H * D, other + F, H * D, n->read_eps);
                     EACH(i, F) other[i] = z[up + i];
                     EACH(i, Y) {
@@ -336,7 +336,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                         dother[i] = g * gated;
                     }
                     EACH(i, F) dz[up + i] = dother[i];
-                    l2_normalize_backward(dother + F, other + F, length, dother + F, H * D);  /* of what was read */
+                    l2_normalize_backward(dother + F, other + F, length, dother + F, H * D);  /* the memory read */
                     EACH(i, C) {
                         real gate = sigmoid(z[b * W + i]);
                         dz[b * W + i] = d[b * C + i] * x[b * C + i] * gate * (1 - gate);
@@ -364,7 +364,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                         if (!on) EACH(i, K) dfirst[j * K + i] += dk[j * K + i], dk[j * K + i] = 0;
                     }
                 }
-                if (ends)  /* the key's gradient reaches its weights, and no further */
+                if (ends)  /* truncated BPTT: only the key's weights get its gradient */
                     SHARED(b, B) {
                         EACH(i, W) cut[b * W + i] = dz[b * W + i];
                         EACH(i, H * K) cut[b * W + C + H * K + i] = 0;

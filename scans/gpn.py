@@ -1,22 +1,20 @@
-"""GPN's equations over a window as one operator with its own gradient, and over a cache: `scan_window` and `Decoder`.
+"""A fast `Model.loop` for model_gpn: `scan_window` for training, `Decoder` for decoding.
 
-The function is `Model.loop` of model_gpn.py. What makes it fast:
+* Each RMSNorm's weight is folded into the next matrix (`fold`). The rest, x / sqrt(|x|^2 + eps^2),
+  is the same for all matrices that read x. So a layer has two products: an input product for gate,
+  query, write and feed-forward net, and an output product.
+* The next token needs only a key made from the grounded state g, so k is kept instead of g.
+* Only the gradients of s, k and M are computed step by step. Each weight's gradient is one large
+  product per segment (`scan_backward`).
+* On a CPU, a segment is one C call (`CSteps`, gpn.c). On a GPU, it is a CUDA graph of products and
+  Triton kernels (`KernelSteps`). Without a C compiler or Triton, `runs_on` returns False.
 
-* The weight of each RMSNorm is folded into the matrix after it (`fold`). What is left of the norm, x / sqrt(|x|^2 +
-  eps^2), is the same for all matrices that read x, so a layer is two products: one in, for gate, query, write and
-  feed-forward net together, and one out.
-* The next token does not need the grounded state, only the key made from it: (s, k, M) is carried, not (s, g, M).
-* Only the gradients of s, k and M go back through time. The gradient of each weight is one large product per segment
-  (`scan_backward`).
-* On CPU, a segment of steps is one call of C (`CSteps`, gpn.c). On a GPU it is one CUDA graph of products and small
-  Triton kernels (`KernelSteps`). Without a C compiler or Triton, `runs_on` is False and the equations run.
+Memory in training, for R = T / S segments of S = segment_len steps: states L T B C, products T B W
+with W = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's start, R B H K D.
+The backward adds (S + 1) B H K D for one segment's M and a few times S B W. M of all T steps is
+never stored.
 
-Training holds, for R = T / S segments of S = segment_len steps: states L T B C, products T B W of width W = C + L (C +
-2F) + H ((L + 1) K + (2L + 1) D + 2), and M at the start of each segment, R B H K D; the backward also holds (S + 1) B H
-K D for the M of one segment and a few times S B W. M of every step, T B H K D, is never stored.
-
-Letters as in model_gpn.py; N rows, S steps of a segment, R segments. From top to bottom: weights, pieces of a step and
-their Triton kernels, steps on a GPU, steps in C, the operator over a window, decoding.
+Letters as in model_gpn.py; N rows, S steps per segment, R segments.
 """
 import ctypes
 import functools
@@ -40,18 +38,18 @@ import attn_kernels
 from attn_kernels import constexpr, jit, outside_graphs, tl, triton
 
 PIN = '9a8d5aa80e70ac24'
-KEY_EPS = 1e-6  # of `l2_normalize` in model_gpn.py
+KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 
 
 def implements(model_file):
-    """What this file re-implements: an edit of any of these would have no effect here."""
+    """Return the code that this file re-implements; edits of it would have no effect here."""
     m = model_file
     return [m.RMSNorm, m.l2_normalize, m.read, m.Write, m.Layer, m.choose_rows, m.Model.__init__, m.Model.ground,
             m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop, m.Model.advance]
 
 
 def runs_on(device):
-    """True on a GPU with Triton, and on a CPU with a C compiler."""
+    """Return True on a GPU with Triton, and on a CPU with a C compiler."""
     if device.type == 'cuda' and triton is not None or attn_kernels.KERNELS_ON_CPU:
         return True
     return _compiles_c(device.type)
@@ -62,16 +60,17 @@ def runs_on(device):
 def _compiles_c(device_type):
     if device_type == 'cpu' and _build(torch.float32) is not None:
         return True
-    print(f'The equations of GPN run step by step on this {device_type} (slower): scans/gpn.py needs a C compiler on a '
-          'CPU (cc, or the one that CC names), and Triton on a GPU', file=sys.stderr)
+    print(f"GPN's equations run step by step on this {device_type} (slower): scans/gpn.py needs Triton on a GPU, and a "
+          'C compiler on a CPU (cc, or set CC)', file=sys.stderr)
     return False
 
 
-# ---- weights: the norms' folded in, one product for everything that reads the same vector ----
+# ---- weights: norms folded in, one product for everything that reads the same vector ----
 
 
 class Sizes(NamedTuple):
-    """The numbers of a Config that the scan needs."""
+    """Sizes that the scan needs from a Config."""
+
     n_embd: int
     n_ffn: int
     n_head: int
@@ -79,41 +78,40 @@ class Sizes(NamedTuple):
     d_v: int
     n_layer: int
     segment_len: int
-    bptt_len: int  # longer than any window where gradients are never cut
+    bptt_len: int  # 2**30 if gradients are never cut
 
     @classmethod
-    def of(cls, config):
+    def from_config(cls, config):
         return cls(*(getattr(config, name) for name in cls._fields[:-1]), config.bptt_len or 2 ** 30)
 
     def segments(self, T):
-        """[(first step, end)] of the pieces of which the backward recomputes the memories at once."""
+        """Return [(start, end)] of the segments; the backward recomputes M for one at a time."""
         starts = sorted({*range(0, T, self.segment_len), *range(0, T, self.bptt_len)})
         return list(zip(starts, [*starts[1:], T]))
 
     def length_eps(self, norm_eps):
-        """What RMSNorm's eps adds, squared, to the squared length of a state and of what is read."""
+        """Return `l2_normalize`'s eps for states and memory reads, equivalent to RMSNorm's."""
         return (self.n_embd * norm_eps) ** 0.5, (self.n_head * self.d_v * norm_eps) ** 0.5
 
     def columns(self, layer):
-        """Widths of the three parts of a layer's product in:
+        """Return the widths of the three parts of a layer's input product.
 
-            gate C | query HK, and in the first layer key HK, value HD, beta H, decay H | silu'd F + HD, up F
+        gate C | query HK, first layer: key HK, value HD, beta H, decay H | SiLU inputs F + HD, up F
         """
         writes = self.n_head * (self.d_k + self.d_v + 2) if layer == 0 else 0
         return [self.n_embd, self.n_head * self.d_k + writes, 2 * self.n_ffn + self.n_head * self.d_v]
 
     def saved_widths(self):
-        """Widths of the products that the backward needs: the ground gate's; of each layer the product in and, with a
-        memory, what was read."""
+        """Return the widths of the saved products: ground gate; per layer, input product, read."""
         read = [self.n_head * self.d_v] if self.n_head else []
         return sum(([sum(self.columns(layer)), *read] for layer in range(self.n_layer)), [self.n_embd])
 
 
 def fold(model):
-    """The weights of a GPN's steps with the norms' weights folded in, as a flat list.
+    """Return a GPN's weights as a flat list, with the norms' weights folded in.
 
-    Weight and bias of the ground gate; of each layer, weight and bias of the product in, in the order of
-    `Sizes.columns`, and the weight of the product out; the decay rates (H,); the key (H, K) that a zero state gives.
+    Ground gate's weight and bias; per layer, weight and bias of the input product (in the order of
+    `Sizes.columns`) and weight of the output product; decay rates (H,); key of a zero state (H, K).
     """
     c, write = model.config, model.write
     root = c.n_embd ** 0.5  # RMSNorm is `l2_normalize` times this and its weight
@@ -143,20 +141,20 @@ def fold(model):
 
 
 def l2_normalize(x, eps):
-    """x / sqrt(|x|^2 + eps^2) over the last axis, and the divisor. RMSNorm is this times a constant."""
+    """Return x / sqrt(|x|^2 + eps^2) over the last axis, and the divisor."""
     length = (x.square().sum(-1, keepdim=True) + eps ** 2).sqrt()
     return x / length, length
 
 
 def key_of(z, n_head):
-    """A key or query, from the product z (..., HK) -> (..., H, K), and the divisor; eq. 8."""
+    """Return a key or query (..., H, K) from its product z (..., HK), eq. 8, and the divisor."""
     return l2_normalize(F.relu(z.unflatten(-1, (n_head, -1))), KEY_EPS)
 
 
-# ---- pieces: what comes between the products of a step, each one Triton kernel ----
+# ---- operations between the products of a step, one Triton kernel each ----
 #
-# A program takes a row, or one head of a row. Arithmetic is in fp32, or float64 where the inputs are; products z may be
-# narrower. carry (N, 1) is 0 in rows where a document starts, else 1; None stands for ones.
+# A program computes a row, or one head of a row, in fp32 (float64 for float64 inputs); products z
+# may be narrower. carry: (N, 1), 0 in rows where a document starts, else 1; None: all ones.
 
 
 def _launch(kernel, grid, warps, *args):
@@ -182,7 +180,7 @@ def _load(x, i, seen):
 def _softplus(x):
     small = tl.exp(-tl.abs(x))
     more = 1 + small
-    log1p = tl.where(more == 1, small, tl.log(more) * small / (more - 1))  # log(1 + small), exact for a small one
+    log1p = tl.where(more == 1, small, tl.log(more) * small / (more - 1))  # log(1 + small), accurate near 0
     return tl.maximum(x, 0) + log1p
 
 
@@ -199,9 +197,9 @@ def _gated_add_norm_kernel(x, z, add, y, direction, carry, C, z_stride, eps: con
 
 
 def gated_add_norm(z, x, add, eps, dtype, carry=None):
-    """y = sigmoid(z) carry x + add, eq. 4, 7 and 11, and `l2_normalize`(y) in dtype, for the next product.
+    """Return y = sigmoid(z) carry x + add (eq. 4, 7, 11), and `l2_normalize`(y) in dtype.
 
-    x (N, C) in fp32 or float64; z and add (N, C), z may be columns of a wider product.
+    x: (N, C), fp32 or float64; z, add: (N, C); z may be columns of a wider product.
     """
     y, direction, C = torch.empty_like(x), torch.empty_like(x, dtype=dtype), x.shape[1]
     _launch(_gated_add_norm_kernel, (len(x),), 8, x, z, add.contiguous(), y, direction, carry, C, z.stride(0),
@@ -221,9 +219,9 @@ def _gated_add_norm_backward_kernel(out, grad, direction, inverse, grad_y, gate,
 
 
 def gated_add_norm_backward(grad, direction, inverse, grad_y, gate, carry=None):
-    """carry times the gradient of x (N, C), of which `l2_normalize`(x) = direction and gate x are used.
+    """Return carry times the gradient of x (N, C), from those of `l2_normalize`(x) and gate x.
 
-    grad is the gradient of direction, grad_y that of gate x; inverse is 1 / the length of x.
+    grad: gradient of direction = `l2_normalize`(x); grad_y: of gate x; inverse: 1 / length of x.
     """
     out, C = torch.empty_like(grad_y), grad_y.shape[1]
     _launch(_gated_add_norm_backward_kernel, (len(out),), 8, out, grad, direction, inverse, grad_y, gate, carry, C,
@@ -233,7 +231,7 @@ def gated_add_norm_backward(grad, direction, inverse, grad_y, gate, carry=None):
 
 @jit
 def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexpr, READ: constexpr):
-    """N of the Y columns are what was read from the memory."""
+    """See `glu`. The last N of the Y columns are for the memory read."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, FFN)
     z, y, seen = z + row * z_stride, y + row * Y, i < Y - N
     z1 = _load(z, i, seen)
@@ -247,9 +245,9 @@ def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexp
 
 
 def glu(z, memory_read, eps, dtype):
-    """Return silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: the FFN's hidden layer, eq. 5, and eq. 11's gate.
+    """Return silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: eq. 5's FFN and eq. 11's gate.
 
-    z (N, Y + F) is z1 (N, Y) and z2 (N, F); memory_read (N, Y - F), or None where Y = F.
+    z: (N, Y + F) is z1 (N, Y) and z2 (N, F); memory_read: (N, Y - F), or None if Y = F.
     """
     n = 0 if memory_read is None else memory_read.shape[1]
     Y = (z.shape[1] + n) // 2
@@ -281,7 +279,7 @@ def _glu_backward_kernel(z, memory_read, grad, out, y, grad_read, Y, N, z_stride
 
 
 def glu_backward(grad, z, memory_read, eps, out, y):
-    """From grad (N, Y) of what `glu` gives: the gradient of z into out, `glu` into y; returns that of memory_read."""
+    """Return memory_read's gradient; write z's to out and `glu`'s result to y. grad: (N, Y)."""
     n = 0 if memory_read is None else memory_read.shape[1]
     Y = (z.shape[1] + n) // 2
     wide = torch.promote_types(z.dtype, torch.float32)
@@ -293,7 +291,7 @@ def glu_backward(grad, z, memory_read, eps, out, y):
 
 @jit
 def _normalized_key(z, i, seen, eps: constexpr):
-    """The key or query of a row of z, where the ReLU lets it through, and 1 / its length."""
+    """Return a row's key or query, the mask of its ReLU, and 1 / its length."""
     x = _load(z, i, seen)
     x = tl.where(x < 0, 0.0, x)
     inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + eps * eps)
@@ -318,10 +316,10 @@ def _memory_inputs_kernel(z, rate, q, k, v, decay, beta, H, z_stride, eps: const
 
 
 def memory_inputs(z, rate, n_head, d_k):
-    """What the memory is asked and written with, eq. 8 and 9: q, k (N, H, K), v (N, H, D), decay, beta (N, H).
+    """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), decay, beta (N, H).
 
-    z has the columns query HK, key HK, value HD, beta H, decay H. Where rate (H,) is None it has the query alone, and
-    the others come back as None.
+    z has columns query HK, key HK, value HD, beta H, decay H. If rate (H,) is None, z has only the
+    query, and the other results are None.
     """
     d_v = 0 if rate is None else z.shape[1] // n_head - 2 * d_k - 2
     shapes = [(d_k,), (d_k,), (d_v,), (), ()] if d_v else [(d_k,)]
@@ -359,10 +357,10 @@ def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, g
 
 
 def memory_inputs_backward(z, rate, out, grads, grad_rate=None, next_carry=None):
-    """Writes the gradient of z to out and, with a rate, that of each row's rate to grad_rate (N, H).
+    """Write z's gradient to out and, if rate is given, each row's rate gradient to grad_rate.
 
-    grads: of q, k, v, beta and log(decay), as `memory_inputs` gives them; without a rate of q alone. That of k is
-    multiplied by next_carry.
+    grads: of q, k, v, beta and log(decay) from `memory_inputs`; without rate, of q only. The
+    gradient of k is multiplied by next_carry.
     """
     (_, n_head, d_k), d_v = grads[0].shape, 0 if rate is None else grads[2].shape[-1]
     _launch(_memory_inputs_backward_kernel, (len(z), n_head), 1, z, rate, *grads, *[None] * (5 - len(grads)),
@@ -370,10 +368,10 @@ def memory_inputs_backward(z, rate, out, grads, grad_rate=None, next_carry=None)
             _power_of_2(d_v))
 
 
-# The gated delta rule, eq. 10:    error = v - M^T k        M' = decay M + beta k error^T        read = M'^T q
+# The gated delta rule, eq. 10:  error = v - M^T k   M' = decay M + beta k error^T   read = M'^T q
 #
-# Columns of M (the values' dimensions) never meet, so a program takes DELTA_COLUMNS of them and all rows of one head,
-# and a step is one pass over M.
+# Columns of M (value dimensions) are independent. A program computes DELTA_COLUMNS of them, with
+# all rows of one head, and a step is one pass over M.
 
 DELTA_COLUMNS, DELTA_WARPS = 32, 4
 
@@ -381,7 +379,7 @@ DELTA_COLUMNS, DELTA_WARPS = 32, 4
 @jit
 def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH, H, D, S: constexpr, K: constexpr,
                   ROWS: constexpr, N: constexpr):
-    """S steps. memory (BH, K, D); out (S, BH, K, D); k, q (S, BH, K); v, read (S, BH, D); decay, beta (S, BH)."""
+    """Run S steps. memory: (BH, K, D); out: (S, BH, K, D); the others: (S, BH, ...)."""
     head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * N + tl.arange(0, N)
     seen = (row < K)[:, None] & (column < D)[None, :]
     place = row[:, None] * D + column[None, :]
@@ -403,7 +401,7 @@ def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH,
 
 
 def _delta(S, memory, out, *others):
-    """Run `_delta_kernel`. others: its arguments from k to first_key."""
+    """Launch `_delta_kernel`. others: its arguments from k to first_key."""
     B, H, K, D = memory.shape
     inputs = (x if x is None else x.contiguous() for x in others)
     _launch(_delta_kernel, (B * H, triton.cdiv(D, DELTA_COLUMNS)), DELTA_WARPS, memory, out, *inputs, B * H, H, D, S, K,
@@ -411,10 +409,10 @@ def _delta(S, memory, out, *others):
 
 
 def delta_step(memory, out, write, q, carry=None, first_key=None):
-    """Writes to the memory (B, H, K, D), the result to out, and returns what q reads from it (B, H, D).
+    """Apply one write to memory (B, H, K, D), store it in out, return what q reads (B, H, D).
 
-    write: k (B, H, K), v (B, H, D), decay and beta (B, H); q (B, H, K). Where carry (B, 1) is 0, the memory is emptied
-    first and the key is first_key (H, K).
+    write: k (B, H, K), v (B, H, D), decay and beta (B, H); q: (B, H, K). Where carry (B, 1) is 0,
+    the memory is emptied first, and the key is first_key (H, K).
     """
     read = torch.empty_like(write[1])
     _delta(1, memory, out, *write, q, read, carry, first_key)
@@ -422,9 +420,9 @@ def delta_step(memory, out, write, q, carry=None, first_key=None):
 
 
 def delta_replay(memory, write, carry=None):
-    """The memories before, between and after S steps, (S + 1, B, H, K, D), the first of them `memory`.
+    """Recompute the memories (S + 1, B, H, K, D) around S steps, starting with `memory`.
 
-    write and carry are as for `delta_step`, with an axis S in front, and the keys are those that were used.
+    write, carry: as for `delta_step`, with a leading axis S; first_key is already filled in.
     """
     S = len(write[0])
     memories = memory.new_empty(S + 1, *memory.shape)
@@ -436,8 +434,10 @@ def delta_replay(memory, write, carry=None):
 @jit
 def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry, shares, grad_v, scalars, BH, H, D,
                            K: constexpr, ROWS: constexpr, N: constexpr):
-    """One step back: a tile's share of the gradients of q and k, shares (tiles, 2, BH, K), and of beta and log(decay),
-    scalars (tiles, 2, BH); grad (BH, K, D) in place; grad_v (BH, D)."""
+    """Backward of one step: updates grad (BH, K, D), the memory's gradient, and writes the others.
+
+    Per tile: shares (tiles, 2, BH, K) of q and k, scalars (tiles, 2, BH) of beta and log(decay).
+    """
     head, tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS)
     column = tile * N + tl.arange(0, N)
     seen = (row < K)[:, None] & (column < D)[None, :]
@@ -467,10 +467,10 @@ def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry,
 
 
 def delta_step_backward(grad, memory, write, q, grad_read, carry=None):
-    """The gradient of `delta_step`. grad (B, H, K, D), of the memory after it, becomes that of the memory before.
+    """Return the gradients of `delta_step`: q, k, v, beta, log(decay).
 
-    memory: before the step; write: with the key that was used; grad_read (B, H, D): of what was read. Returns the
-    gradients of q, k, v, beta and log(decay).
+    grad: (B, H, K, D), gradient of the memory after the step, updated to that before it; memory:
+    before the step; write: with first_key filled in; grad_read: (B, H, D), gradient of the read.
     """
     B, H, K, D = memory.shape
     tiles = triton.cdiv(D, DELTA_COLUMNS)
@@ -483,18 +483,18 @@ def delta_step_backward(grad, memory, write, q, grad_read, carry=None):
     return grad_q, grad_k, grad_v, grad_beta, grad_log
 
 
-# ---- steps and their gradient in products and kernels ----
+# ---- steps on a GPU ----
 
 
-def by_step(tensors):
-    """{name: (S, ...)} -> a namespace for each step, made at once: indexing one by one is slow."""
+def unbind_steps(tensors):
+    """Turn {name: (S, ...)} into S namespaces; one unbind is faster than indexing each step."""
     return [SimpleNamespace(**dict(zip(tensors, row))) for row in zip(*(x.unbind() for x in tensors.values()))]
 
 
 class KernelSteps:
-    """The list of `fold`, its products in dtype, and the steps of a segment on a GPU.
+    """Steps of a segment on a GPU, with the weights from `fold`; products are in dtype.
 
-    Where weights are loaded again, CUDA graphs that read them see the new values.
+    `load` copies new weights in place, so captured CUDA graphs use them.
     """
 
     def __init__(self, folded, sizes, norm_eps, dtype):
@@ -514,11 +514,11 @@ class KernelSteps:
         return self
 
     def step(self, s, direction, k, memory, memory_after, u, carry=None, active=None):
-        """`Model.step`, with the key in place of the last grounded state.
+        """Compute `Model.step`, given the previous key instead of the previous grounded state.
 
-        s, u (B, C); direction: `l2_normalize`(s); k (B, H, K); memory (B, H, K, D), which goes to memory_after; carry
-        (B, 1): 0 where a document starts; active (B, 1): False in rows whose memory stays. Returns s, direction, k and,
-        for the backward, each layer's state and all products.
+        s, u: (B, C); direction: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D); the new one
+        is stored in memory_after; carry: (B, 1), 0 where a document starts; active: (B, 1), False
+        where the memory is kept. Returns s, direction, k; for the backward, states and products.
         """
         H, K = self.sizes.n_head, self.sizes.d_k
         z = F.linear(direction, *self.ground)
@@ -545,10 +545,10 @@ class KernelSteps:
         return x, direction, next_k, states, products
 
     def steps(self, s, k, memory, u, carry=None, active=None):
-        """Steps for u (S, B, C), carry (S, B, 1) in u's dtype, active (S, B, 1) bool.
+        """Run S steps. u: (S, B, C); carry: (S, B, 1) in u's dtype; active: (S, B, 1) bool.
 
-        s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are written in place; with S + 1 in place of 1, step t goes
-        from entry t to entry t + 1. Returns them and, (S, B, ...) each, the layers' states and the products.
+        s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are updated in place, or with S + 1
+        entries, from entry t to t + 1. Returns them, the layers' states and products (S, B, ...).
         """
         if active is not None and carry is not None:
             carry = torch.where(active, carry, 1.0)
@@ -567,26 +567,26 @@ class KernelSteps:
             if end == t + 1 or t + 1 == len(u):
                 s[end], k[end] = state, key
             outputs.append((*states, *products))
-        if len(u) == 1:  # decoding copies nothing
+        if len(u) == 1:  # avoid copies in decoding
             return s, k, memory, [x.unsqueeze(0) for x in outputs[0]]
         return s, k, memory, [torch.stack(x) for x in zip(*outputs)]
 
     def backward(self, u, carry, start, grads, saved, is_cut):
-        """The gradient of `steps`.
+        """Compute the gradients of `steps`.
 
-        start: the states (S, B, C) that the steps start from, and the key (B, H, K) and memory before the first step.
-        grads: gradients of the predicted states (S, B, C), and of the last state, the next key and the memory.
-        saved: what `steps` returned, without the last layer's states.
-        is_cut: truncated BPTT ends here, so the gradient of the next key goes only to the key's weights.
+        start: state before each step (S, B, C), key (B, H, K) and memory before the first step
+        grads: gradients of the predicted states (S, B, C), last state, next key and memory
+        saved: results of `steps`, without the last layer's states
+        is_cut: truncated BPTT ends here: the next key's gradient goes to the key's weights only
 
-        Returns the gradients of u; of the first state, key and memory; of the rates; of the key of a zero state; and
-        for each weight a pair of matrices whose product is its gradient.
+        Returns the gradients of u, of the first state, key and memory, of the rates, of the zero
+        state's key; and for each weight, a pair of matrices whose product is its gradient.
         """
         (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)
         ground, layers = self.recompute(u, carry, start, saved)
-        ground_steps, layer_steps = by_step(ground), [by_step(layer) for layer in layers]
+        ground_steps, layer_steps = unbind_steps(ground), [unbind_steps(layer) for layer in layers]
         dx, du, dks = [[] for _ in range(L)], [], []
-        carries = [None] * (S + 1) if carry is None else [*carry, None]  # dk comes in with its carry
+        carries = [None] * (S + 1) if carry is None else [*carry, None]  # the incoming dk has its carry applied
         for t in reversed(range(S)):
             d = ds + grad[t]
             for i in reversed(range(L)):
@@ -599,7 +599,7 @@ class KernelSteps:
                 if H and i == 0:
                     dk = self.write_backward(at, dread, dk, dm, carries[t], carries[t + 1])
                     dks.append(dk)
-                    if is_cut and t == S - 1:  # nothing through the columns of the next key
+                    if is_cut and t == S - 1:  # no gradient through the columns of the next key
                         dz = dz.clone()
                         dz[:, C + self.sizes.d_k * H:C + 2 * self.sizes.d_k * H] = 0
                 elif H:
@@ -623,9 +623,9 @@ class KernelSteps:
         return stack(du), ds, dk, dm, drate, dfirst, pairs
 
     def recompute(self, u, carry, start, saved):
-        """What `backward` needs that is not recurrent, for all steps at once.
+        """Compute, for all steps at once, the values that `backward` needs.
 
-        Returns {name: (S, B, ...)} of the ground gate and of each layer, with room dz for the gradients of products.
+        Returns {name: (S, B, ...)} of the ground gate and of each layer; dz is room for gradients.
         """
         (s, k, memory), (S, B, _), (H, K) = start, u.shape, (self.sizes.n_head, self.sizes.d_k)
         states, products = saved[:self.sizes.n_layer - 1], iter(saved[self.sizes.n_layer - 1:])
@@ -646,22 +646,22 @@ class KernelSteps:
                 k = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, self.first_key)
                 memories = delta_replay(memory, (k, v, decay, beta), carry)
                 layer |= dict(k=k, v=v, decay=decay, beta=beta, drate=u.new_empty(S, B, H))
-            if H:  # the first layer writes
+            if H:  # only the first layer writes
                 layer['memory'] = memories[1:] if i else memories[:-1]
             layers.append(layer)
         return ground, layers
 
     def gated(self, x, z):
-        """What the gradient of a gate and of the norm of x needs, and dz, room for that of the product z."""
+        """Return what the backward of a gate and x's norm needs; dz is room for z's gradient."""
         (direction, length), gate = l2_normalize(x, self.state_eps), torch.sigmoid(z[..., :x.shape[-1]].to(x.dtype))
         return dict(direction=direction, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate),
                     dz=torch.empty_like(z))
 
     def write_backward(self, at, dread, dk, dm, carry, next_carry):
-        """The gradient of eq. 8 to 10 at a step: returns that of the key it wrote with.
+        """Backward of eq. 8 to 10 at one step. Returns the gradient of the key used in the write.
 
-        dread: of what was read; dk: of the key that the step made; dm: of the memory after, becomes that of the memory
-        before.
+        dread: gradient of the memory read; dk: of the key for the next step; dm: of the memory
+        after the step, updated in place to that of the memory before.
         """
         write, dread = (at.k, at.v, at.decay, at.beta), dread.view_as(at.v)
         dq, dk_used, *others = delta_step_backward(dm, at.memory, write, at.q, dread, carry)
@@ -669,7 +669,7 @@ class KernelSteps:
         return dk_used
 
     def read_backward(self, at, dread, dm):
-        """The gradient of a read above the first layer; adds that of the memory to dm."""
+        """Backward of a read above the first layer. Adds the memory's gradient to dm."""
         dread = dread.view(*at.q.shape[:2], -1)
         dq = read_heads(at.memory.transpose(-1, -2), dread)
         dm.addcmul_(at.q.unsqueeze(-1), dread.unsqueeze(-2))
@@ -677,22 +677,22 @@ class KernelSteps:
 
 
 def read_heads(memory, x):
-    """memory (B, H, n, p), x (B, H, n) -> memory^T x of each head (B, H, p)."""
+    """Return memory^T x per head: memory (B, H, n, p), x (B, H, n) -> (B, H, p)."""
     return torch.bmm(x.reshape(-1, 1, x.shape[-1]), memory.flatten(0, 1)).view(*x.shape[:2], -1)
 
 
 class Graph:
-    """Runs a function of tensors as a CUDA graph. Each call overwrites the results of the one before."""
+    """A function of tensors captured as a CUDA graph. Each call overwrites the last results."""
 
     def __init__(self, function, inputs):
         self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiles kernels, which cannot be captured
+        with torch.cuda.stream(side):  # warm-up: compiling kernels cannot be captured
             function(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's own thread may go on
+        with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's thread may run
             self.results = function(*self.inputs)
 
     def replay(self, inputs):
@@ -703,21 +703,21 @@ class Graph:
         return self.results
 
 
-# ---- steps in C, on CPU ----
+# ---- steps in C, on a CPU ----
 #
-# A step is three products of a few rows and many small loops, which PyTorch takes longer to launch than to compute.
-# Where the CPU has bf16 units, products can be in bf16: their factors are rounded, everything between them is fp32.
+# A step is three products of a few rows and many small loops, whose launch overhead in PyTorch is
+# larger than their compute. On CPUs with bf16 units, the factors of products can be bf16.
 
-KEPT = Path(__file__).with_name('__pycache__')  # for compiled libraries
+LIBRARY_DIR = Path(__file__).with_name('__pycache__')  # compiled libraries
 
 
 @functools.cache
 def _build(dtype):
-    """gpn.c compiled for this machine and dtype, or None if that fails (no C compiler, no bf16 units)."""
+    """Compile gpn.c for this machine and dtype, or return None (no C compiler or bf16 units)."""
     command = [*shlex.split(os.environ.get('CC', 'cc')), '-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros',
                '-fno-trapping-math', '-fassociative-math', '-shared', '-fPIC']
     command += {torch.float64: ['-DDOUBLE'], torch.bfloat16: ['-DBF16']}.get(dtype, [])
-    library = _library([*command, '-fopenmp']) or _library(command)  # OpenMP where there is one
+    library = _library([*command, '-fopenmp']) or _library(command)  # with OpenMP if available
     if library is not None:
         real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
         fields = [(name, ctypes.c_long) for name in (*'SBCFHKDL', 'threads', 'keep')]
@@ -727,51 +727,51 @@ def _build(dtype):
 
 
 def _library(command):
-    """gpn.c as the command compiles it, which takes a second or two: kept under a hash of everything it depends on."""
+    """Compile gpn.c (1 to 2 s), or load it from LIBRARY_DIR, under a hash of all it depends on."""
     source = Path(__file__).with_name('gpn.c')
     try:
-        # the predefined macros tell the compiler's version and the features of this CPU
+        # predefined macros include the compiler's version and this CPU's features
         macros = subprocess.run([*command, '-dM', '-E', '-x', 'c', os.devnull], capture_output=True, check=True).stdout
         name = f'gpn-{hashlib.sha256(repr([source.read_bytes(), command, macros]).encode()).hexdigest()}.so'
-        with suppress(OSError):  # not there yet, or damaged
-            return ctypes.CDLL(KEPT / name)
+        with suppress(OSError):  # missing or damaged
+            return ctypes.CDLL(LIBRARY_DIR / name)
         with tempfile.TemporaryDirectory() as folder:
             built = Path(folder, name)
             subprocess.run([*command, source, '-o', built, '-lm'], capture_output=True, check=True)
             library = ctypes.CDLL(built)
-            with suppress(OSError):  # a folder that cannot be written
-                KEPT.mkdir(exist_ok=True)
-                with tempfile.TemporaryDirectory(dir=KEPT) as beside:
-                    os.replace(shutil.copy(built, beside), KEPT / name)
+            with suppress(OSError):  # the folder is not writable
+                LIBRARY_DIR.mkdir(exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=LIBRARY_DIR) as beside:
+                    os.replace(shutil.copy(built, beside), LIBRARY_DIR / name)
             return library
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def pointers(x):
-    """The argument of a C function for a list of tensors or None, one of them, or a number."""
+    """Convert a tensor, None, an int, or a list of them to a ctypes argument."""
     if isinstance(x, list):
         return (ctypes.c_void_p * len(x))(*map(pointers, x))
     return ctypes.c_long(x) if isinstance(x, int) else ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 class CSteps:
-    """`KernelSteps` on a CPU: a segment is a call of gpn.c. backward: for `backward` alone, with transposed weights."""
+    """`KernelSteps` on a CPU: a segment is one call of gpn.c. backward: only for `backward`."""
 
     def __init__(self, folded, sizes, norm_eps, dtype, backward=False):
         self.library, self.sizes = _build(dtype), sizes
         products, wide = [x.detach() for x in folded[:-2]], torch.promote_types(dtype, torch.float32)
         self.rate, self.first_key = (x.detach().to(wide) for x in folded[-2:])
         if backward:
-            products = [w.T if w.dim() == 2 else None for w in products]
+            products = [w.T if w.dim() == 2 else None for w in products]  # gradients need W^T and no bias
         panels = [w if w is None else w.to(wide).contiguous() if w.dim() == 1 else self._panels(w.to(dtype))
                   for w in products]
-        self.weights = [*panels, self.rate, self.first_key]  # held here: C has only their addresses
+        self.weights = [*panels, self.rate, self.first_key]  # keeps them alive: C has only their addresses
         self.pointers = pointers(self.weights)
         self.numbers = self.library.sizes(0, 0, *sizes[:6], 0, 0, *sizes.length_eps(norm_eps), KEY_EPS)
 
     def _panels(self, weight):
-        """(n, c) -> (ceil(n / width), ceil(c / pair), width, pair), so that a tile reads its weights in a row."""
+        """Return (n, c) as (ceil(n / width), ceil(c / pair), width, pair), contiguous per tile."""
         width, pair = (ctypes.c_int.in_dll(self.library, name).value for name in ('panel', 'pair'))
         whole = F.pad(weight, (0, -weight.shape[1] % pair, 0, -len(weight) % width))
         return whole.unflatten(0, (-1, width)).unflatten(2, (-1, pair)).transpose(1, 2).contiguous()
@@ -793,7 +793,7 @@ class CSteps:
         (S, B, _), c, (grad, *later) = u.shape, self.sizes, grads
         du, (ds, dk, dm) = torch.empty_like(u), (x.clone() for x in later)
         inner, products = saved[:c.n_layer - 1], saved[c.n_layer - 1:]
-        saved = [x.contiguous() for x in (*inner, u, *products)]  # u stands for the last states, which are not read
+        saved = [x.contiguous() for x in (*inner, u, *products)]  # u: placeholder for the last states, not read
         drate, dfirst, memories = u.new_zeros(B, c.n_head), torch.zeros_like(dk), u.new_empty(S, *dm.shape)
         widths = [c.n_embd, c.n_embd]
         for layer in range(c.n_layer):
@@ -805,7 +805,7 @@ class CSteps:
         return du, ds, dk, dm, drate.sum(0), dfirst.sum(0), list(zip(pairs[::2], pairs[1::2]))
 
 
-# ---- the operator over a window: one for PyTorch, so that a compiler meets no loop ----
+# ---- the operator over a window: a custom op, so that the compiler sees no loop ----
 
 
 def uses_c(device):
@@ -817,8 +817,8 @@ def _kernels_of(folded_shapes, sizes, norm_eps, dtype, device):
     return KernelSteps([torch.empty(shape, device=device) for shape in folded_shapes], sizes, norm_eps, dtype)
 
 
-def prepared(folded, sizes, norm_eps, dtype, backward=False):
-    """The steps with these weights. On a GPU always the same object for the same shapes: its CUDA graphs are kept."""
+def get_steps(folded, sizes, norm_eps, dtype, backward=False):
+    """Return the steps with these weights. On a GPU, objects are reused: they hold CUDA graphs."""
     if uses_c(folded[0].device):
         return CSteps(folded, sizes, norm_eps, dtype, backward)
     shapes = tuple(x.shape for x in folded)
@@ -826,31 +826,32 @@ def prepared(folded, sizes, norm_eps, dtype, backward=False):
 
 
 def uses_graphs(device):
-    """On a GPU, a segment is one CUDA graph: its kernels are too small to be launched one by one."""
+    """Return True on a GPU: the kernels of a segment are too small to be launched one by one."""
     return device.type == 'cuda'
 
 
 def run_segment(w, function, inputs, is_usual):
-    """function(*inputs), a method of w; on a GPU, segments of the usual length are CUDA graphs, made once."""
+    """Call a method of w; on a GPU, as a CUDA graph if the segment has the usual length."""
     if not is_usual or not uses_graphs(w.first_key.device):
         return function(*inputs)
     key = function.__name__, *(getattr(x, 'shape', x) for x in tree_leaves(inputs))
     if key not in w.graphs:
-        with torch.inference_mode(False), torch.no_grad():  # evaluation may be first: training writes to its tensors
+        with torch.inference_mode(False), torch.no_grad():  # if evaluation captures it, training writes to its tensors
             w.graphs[key] = Graph(function, inputs)
     return w.graphs[key].replay(inputs)
 
 
 def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch.Tensor], sizes: list[int],
                  norm_eps: float, dtype: torch.dtype, record: bool) -> list[torch.Tensor]:
-    """u (T, B, C), carry (T, B, 1) or None -> predicted states (T, B, C), and with record what the backward needs.
+    """Return the predicted states (T, B, C) and, if record, what the backward needs.
 
-    That is the memory at the start of each of `Sizes.segments`, the states between layers, and the products in dtype.
+    u: (T, B, C); carry: (T, B, 1) or None. Recorded: the memory at the start of each segment, the
+    states between layers, and the products in dtype.
     """
     T, sizes = len(u), Sizes(*sizes)
     L, usual = sizes.n_layer, min(T, sizes.segment_len, sizes.bptt_len)
     with torch.autocast(u.device.type, enabled=False):
-        w = prepared(folded, sizes, norm_eps, dtype)
+        w = get_steps(folded, sizes, norm_eps, dtype)
         outputs = _empty_outputs(u, sizes, dtype, record)
         out, memories, *saved = outputs
         s, k, memory = torch.zeros_like(u[:1]), w.first_key.repeat(1, u.shape[1], 1, 1), torch.zeros_like(memories[:1])
@@ -860,13 +861,13 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
             inputs = s, k, memory, u[a:b], None if carry is None else carry[a:b]
             s, k, memory, step_outputs = run_segment(w, w.steps, inputs, b - a == usual)
             out[a:b] = step_outputs[L - 1]
-            for x, part in zip(saved, (*step_outputs[:L - 1], *step_outputs[L:])):  # none without record
+            for x, part in zip(saved, (*step_outputs[:L - 1], *step_outputs[L:])):  # `saved` is empty without record
                 x[a:b] = part
     return outputs
 
 
 def _empty_outputs(u, sizes, dtype, record):
-    """Room for what `scan_forward` returns."""
+    """Allocate the results of `scan_forward`."""
     T, B, _ = u.shape
     R = len(sizes.segments(T)) if record else 1
     outputs = [torch.empty_like(u), u.new_empty(R, B, sizes.n_head, sizes.d_k, sizes.d_v)]
@@ -880,7 +881,7 @@ def _empty_outputs(u, sizes, dtype, record):
 def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch.Tensor],
                   outputs: list[torch.Tensor], sizes: list[int], norm_eps: float,
                   dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients of u and of the folded weights from grad (T, B, C), that of the predicted states."""
+    """Return the gradients of u and the folded weights. grad: gradient of the predicted states."""
     (T, B, C), sizes, (out, memories, *saved) = u.shape, Sizes(*sizes), outputs
     L, H, K, usual = sizes.n_layer, sizes.n_head, sizes.d_k, min(T, sizes.segment_len, sizes.bptt_len)
 
@@ -892,13 +893,13 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
             total.add_(dout.T @ x)
 
     with torch.autocast(u.device.type, enabled=False):
-        w, grad_u = prepared(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
+        w, grad_u = get_steps(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
         totals = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
         for (a, b), memory in reversed(list(zip(sizes.segments(T), memories))):
             s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
             k = w.first_key.repeat(B, 1, 1)
-            if a and H:  # the key that the step before made
+            if a and H:  # the key from the previous step
                 k = key_of(saved[L][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype), H)[0]
             inputs = (u[a:b], None if carry is None else carry[a:b], (s, k, memory), (grad[a:b], ds, dk, dm),
                       [x[a:b] for x in saved], b < T and b % sizes.bptt_len == 0)
@@ -912,7 +913,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
                 add_product(totals[4 + 3 * i], dx, y)
             totals[-2] += drate
             totals[-1] += dfirst if a else dfirst + dk.sum(0)
-            if a % sizes.bptt_len == 0:  # the key's gradient goes to its weights, in the step before, and no further
+            if a % sizes.bptt_len == 0:  # the key's gradient still reaches its weights, one step before
                 ds, dm = torch.zeros_like(ds), torch.zeros_like(dm)
     return [grad_u, *(total.to(x.dtype) for total, x in zip(totals, folded))]
 
@@ -949,7 +950,7 @@ _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
 
 
 def product_dtype(dtype, device):
-    """dtype on a GPU; on a CPU, fp32 in place of fp16 and, without bf16 units, of bf16."""
+    """Return the dtype of products: on CPUs, fp32 replaces fp16, and bf16 without bf16 units."""
     return c_dtype(dtype) if uses_c(device) else dtype
 
 
@@ -959,13 +960,13 @@ def c_dtype(dtype):
 
 
 def scan_window(model, u, carry_mask=None):
-    """`Model.loop` of a GPN: u (B, T, C) in fp32 or wider, carry_mask (B, T) or None -> states (B, T, C)."""
+    """Compute `Model.loop`: return the states (B, T, C). u: (B, T, C), fp32 or wider."""
     c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which autocast leaves alone
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # autocast ignores float64
         dtype = torch.get_autocast_dtype(kind)
     if carry_mask is not None:
         carry_mask = carry_mask.T.unsqueeze(-1).to(u.dtype, memory_format=torch.contiguous_format)
-    return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.of(c)), c.norm_eps,
+    return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.from_config(c)), c.norm_eps,
                     product_dtype(dtype, u.device), torch.is_grad_enabled())[0].transpose(0, 1)
 
 
@@ -973,28 +974,28 @@ def scan_window(model, u, carry_mask=None):
 
 
 class Decoder:
-    """Decoding with weights that are folded once. It stands for the model: `first_state` and `loop`, on s, k, M."""
+    """Decoding with weights folded once: `first_state` and `advance` of the model, on s, k, M."""
 
     @torch.no_grad()
     def __init__(self, model, device):
         c, device = model.config, torch.device(device)
-        self.sizes, self.segment_len = Sizes.of(c), c.segment_len
+        self.sizes, self.segment_len = Sizes.from_config(c), c.segment_len
         folded = [w.to(device, copy=True) for w in fold(model)]
         make = CSteps if uses_c(device) else KernelSteps
         self.weights = make(folded, self.sizes, c.norm_eps, product_dtype(model.fuse.weight.dtype, device))
 
     def first_state(self, batch_size, device=None):
-        """s, k and M before the first token of a document."""
+        """Return s, k and M at the start of a document."""
         c, k = self.sizes, self.weights.first_key.repeat(batch_size, 1, 1)
         return k.new_zeros(batch_size, c.n_embd), k, k.new_zeros(batch_size, c.n_head, c.d_k, c.d_v)
 
     def advance(self, state, u, carry_mask=None, active=None):
-        """As `Model.advance`."""
+        """See `Model.advance`."""
         masks, states = [x if x is None else x.unsqueeze(-1) for x in (carry_mask, active)], []
         if carry_mask is not None:
             masks[0] = masks[0].to(u.dtype)
-        with torch.autocast(u.device.type, enabled=False):  # else the memory would be read in bf16
-            for a in range(0, u.shape[1], self.segment_len):  # the products of a part are held at once
+        with torch.autocast(u.device.type, enabled=False):  # autocast would read the memory in bf16
+            for a in range(0, u.shape[1], self.segment_len):  # in parts: `steps` holds all products of a part
                 b = min(a + self.segment_len, u.shape[1])
                 part = [x if x is None else x[:, a:b].transpose(0, 1).contiguous() for x in (u, *masks)]
                 places = [x if len(x) == 1 else x[a:b + 1] for x in state]

@@ -1,4 +1,4 @@
-"""Shared by the tests: a small data folder, and the scripts run in this process or in one of their own."""
+"""Shared test helpers: tiny data and runs, and scripts run in this process or a subprocess."""
 import contextlib
 import importlib
 import inspect
@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before torch: tests share the cores
-os.environ.setdefault('OMP_NUM_THREADS', '1')  # several workers, and the processes that tests start, share the cores
+os.environ.setdefault('GOMP_SPINCOUNT', '1000')  # before importing torch: idle threads must not spin
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # test workers and subprocesses share the cores
 
 import numpy as np
 import pytest
@@ -25,10 +25,10 @@ os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
-if not torch.cuda.is_available():  # Triton's kernels are then interpreted, in the tests that ask for it
+if not torch.cuda.is_available():  # tests of the kernels then use Triton's interpreter
     os.environ['TRITON_INTERPRET'] = '1'
 import attn_kernels
-import scans.gpn  # noqa: F401  its kernels
+import scans.gpn  # noqa: F401  defines its kernels for the interpreter
 from common import runs
 from data.tokenizers import load_tokenizer
 from data.writing import write_data
@@ -43,7 +43,7 @@ STEP_TOKENS = 4 * 32
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `long` take minutes: they run only where -m names them."""
+    """Deselect tests marked `long`, which take minutes, unless -m names them."""
     if 'long' in config.getoption('-m'):
         return
     items[:] = [item for item in items if not item.get_closest_marker('long')]
@@ -57,7 +57,7 @@ def device(request):
 
 @pytest.fixture
 def kernels_device(monkeypatch):
-    """Where Triton's kernels run: on a GPU if there is one, else in the interpreter."""
+    """Return the device for Triton kernels: a GPU if there is one, else the CPU (interpreter)."""
     if torch.cuda.is_available():
         return 'cuda'
     monkeypatch.setenv('TRITON_INTERPRET', '1')
@@ -67,7 +67,7 @@ def kernels_device(monkeypatch):
 
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
-    """A data folder of short made-up documents, byte tokens, several shards."""
+    """Write short random documents as byte tokens in several shards; return the folder."""
     folder = tmp_path_factory.mktemp('data') / 'tiny'
     rng = random.Random(0)
     words = [''.join(rng.choices('abcdefgh', k=rng.randint(1, 6))) for _ in range(40)]
@@ -79,36 +79,37 @@ def tiny_data(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def tiny_run(tiny_data, tmp_path_factory):
-    """A run of 20 steps. Copy it before you change it."""
+    """Train for 20 steps and return the run folder. Copy it before changing it."""
     out = tmp_path_factory.mktemp('runs') / 'tiny'
     succeeded(train_tiny(tiny_data, out))
     return out
 
 
 def contents(folder):
-    """{path: content} of a folder's files, without its lock."""
-    return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file() and path.name != '.lock'}
+    """Return {relative path: bytes} of the files in a folder, except its lock file."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*')
+            if path.is_file() and path.name != '.lock'}
 
 
 def shard_ids(folder, split):
-    """The ids of a split, all its shards one after the other, read without Data."""
+    """Read the ids of all shards of a split, in order, without using Data."""
     return np.concatenate([np.fromfile(path, '<u2') for path in sorted(folder.glob(f'{split}_*.bin'))])
 
 
 def byte_documents(folder, split):
-    """The documents of a split of byte tokens."""
+    """Return the texts of the documents in a split of byte tokens."""
     return [text.decode() for text in bytes(min(i, 255) for i in shard_ids(folder, split)).split(b'\xff')[:-1]]
 
 
-def flips(path, n):
-    """Flip one random bit of a file, n times; yields which. The file is whole again after each."""
+def bit_flips(path, n):
+    """Flip a random bit of a file n times, each time yielding which bit and then restoring it."""
     rng, whole = random.Random(0), path.read_bytes()
     for _ in range(n):
-        yield flip_a_bit(path, rng)
+        yield flip_bit(path, rng)
         path.write_bytes(whole)
 
 
-def flip_a_bit(path, rng):
+def flip_bit(path, rng):
     content = bytearray(path.read_bytes())
     byte, bit = rng.randrange(len(content)), rng.randrange(8)
     content[byte] ^= 1 << bit
@@ -116,34 +117,34 @@ def flip_a_bit(path, rng):
     return f'bit {bit} of byte {byte} of {path}'
 
 
-# ---- the scripts ----
+# ---- running the scripts ----
 
 def run(*args, processes=1, **kwargs):
-    """A script of the repository, or a module after '-m', with its arguments: {returncode, stdout, stderr}.
+    """Run a script or `-m module` of the repository; return its returncode, stdout and stderr.
 
-    Its main(argv) is called in this process, which spares the imports. With several processes (torchrun's), or with
-    options of subprocess.run, it gets processes of its own.
+    Calls main(argv) in this process, to avoid importing torch again. With several processes (via
+    torchrun) or options of subprocess.run, it starts subprocesses instead.
     """
     args = [*map(str, args)]
     if processes > 1:
-        return run_apart('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', *args,
+        return run_subprocess('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', *args,
                          **kwargs)
     if kwargs:
-        return run_apart(*args, **kwargs)
+        return run_subprocess(*args, **kwargs)
     name, argv = (args[1], args[2:]) if args[0] == '-m' else (Path(args[0]).stem, args[1:])
     main = importlib.import_module(name).main
-    return run_here(main, argv) if inspect.signature(main).parameters else run_apart(*args)
+    return run_here(main, argv) if inspect.signature(main).parameters else run_subprocess(*args)
 
 
-def run_apart(*args, **kwargs):
-    """`python args` in a process of its own."""
+def run_subprocess(*args, **kwargs):
+    """Run `python args` in a subprocess."""
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True, cwd=ROOT,
                           **{'stdin': subprocess.DEVNULL, 'timeout': 300, **kwargs})
 
 
 @pytest.fixture
-def signals_of_a_terminal():
-    """Ctrl-C and hang-ups are heeded: what `nohup`, or `&` in a script, has started ignores them."""
+def terminal_signals():
+    """Handle Ctrl-C and hang-ups as in a terminal: `nohup` and `&` in a script ignore them."""
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
@@ -152,7 +153,7 @@ def signals_of_a_terminal():
 
 
 def run_here(main, argv):
-    """main(argv) with its output caught, and this process left as it was: threads, random numbers, signals, stdin."""
+    """Call main(argv), capture its output and restore threads, RNG state, signals and stdin."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     threads, stdin = torch.get_num_threads(), sys.stdin
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -179,8 +180,8 @@ def train_tiny(data, out, *args, steps=20, **kwargs):
                **kwargs)
 
 
-def started(data, out, *args, processes=1):
-    """A training of 100,000 steps in processes of its own, when three steps are logged: the Popen."""
+def start_training(data, out, *args, processes=1):
+    """Start a training of 100,000 steps, wait until it has logged three, and return its Popen."""
     torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
     command = [*TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={100_000 * STEP_TOKENS}',
                '--save_interval=100000', '--eval_interval=100000', *args]
@@ -193,7 +194,7 @@ def started(data, out, *args, processes=1):
 
 
 def losses(out):
-    """{step: (loss, val, lr, gradient norm)} of a run's log."""
+    """Return {step: (loss, val, lr, grad_norm)} from the log of a run."""
     return {r['step']: (r['loss'], r.get('val', 0), r['lr'], r['grad_norm']) for r in runs.read_log(out)}
 
 
@@ -216,17 +217,17 @@ def config_json(out):
 
 
 def assert_sentence(result, *parts):
-    """Bad input: exit status 1, one sentence that names what is wrong, no traceback."""
+    """Check for exit status 1 and an error message that contains `parts`, without a traceback."""
     assert result.returncode == 1, (result.stdout, result.stderr)
     assert 'Traceback' not in result.stderr, result.stderr
     for part in parts:
         assert part in result.stderr, result.stderr
 
 
-# ---- shared by the tests of models ----
+# ---- for tests of models ----
 
-def bytes_kept(function):
-    """Bytes of the tensors that autograd keeps of function() for the backward pass, each storage once."""
+def saved_bytes(function):
+    """Return the bytes autograd saves for the backward of function(), each storage once."""
     kept = {}
 
     def pack(x):
@@ -238,8 +239,8 @@ def bytes_kept(function):
     return sum(kept.values())
 
 
-def turned(x, position, theta=10000.0):
-    """Rotary embedding of x (..., D) in float64 at a position: pairs (x_j, x_{j + D/2}) as complex numbers."""
+def rotary(x, position, theta=10000.0):
+    """Rotary embedding of x (..., D) in float64, with (x_j, x_{j + D/2}) as a complex number."""
     D = x.shape[-1]
     angle = position * theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
     y = torch.complex(*x.chunk(2, -1)) * torch.complex(angle.cos(), angle.sin()).to(torch.complex128)
@@ -247,7 +248,7 @@ def turned(x, position, theta=10000.0):
 
 
 def dense_attention(q, k, v, seen):
-    """Masked attention by its definition: dense scores, mask, softmax. Exact in float64.
+    """Dense masked attention: scores, mask, softmax. Exact in float64.
 
     q: (B, n_q, H, D); k, v: (B, n_k, HK, D); seen: (..., n_q, n_k), True where a query sees a key.
     """
@@ -257,8 +258,8 @@ def dense_attention(q, k, v, seen):
     return torch.einsum('bhqk,bkhd->bqhd', scores.softmax(-1), v)
 
 
-def attended(qkv, position, seen, theta=10000.0):
-    """Rotary attention by its definition. qkv: (B, n, 3, H, D), position: (n,), seen: (B, n, n) -> (B, n, H D)."""
+def rotary_attention(qkv, position, seen, theta=10000.0):
+    """Dense rotary attention. qkv (B, n, 3, H, D), position (n,), seen (B, n, n) -> (B, n, H D)."""
     q, k, v = qkv.unbind(2)
-    q, k = (turned(x.double(), position[:, None, None], theta).to(x.dtype) for x in (q, k))
+    q, k = (rotary(x.double(), position[:, None, None], theta).to(x.dtype) for x in (q, k))
     return dense_attention(q, k, v, seen).flatten(2)

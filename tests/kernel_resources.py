@@ -1,10 +1,10 @@
-"""Compile the Triton kernels for an H100, which needs no GPU, and print what each takes of it.
+"""Compile the Triton kernels for an H100 (no GPU needed) and print the resources each one uses.
 
     python tests/kernel_resources.py attention
     python tests/kernel_resources.py gpn
 
-A line per kernel and variant: name, dtype, further words of the variant, registers, bytes of stack (spills), bytes of
-shared memory, and the number of wgmma instructions, which are the tensor cores' in 16 bits.
+One line per kernel and variant: name, dtype, variant, registers, bytes of stack (spills), bytes of
+shared memory, and the number of wgmma instructions (16-bit tensor cores).
 """
 import collections
 import re
@@ -20,9 +20,9 @@ import attn_kernels as K
 
 TYPES = {torch.bfloat16: '*bf16', torch.float16: '*fp16', torch.float32: '*fp32', torch.float64: '*fp64',
          torch.int64: '*i64', int: 'i32', float: 'fp32'}
-STREAMS = {  # (streams of queries, streams of keys, stream of the first queries)
+STREAMS = {  # (number of query streams, number of key streams, first query stream)
     'one': (1, 1, 0), 'both': (2, 2, 0), 'x alone': (1, 2, 0), 'rho alone': (1, 2, 1)}
-VARIANTS = [  # of attention: (streams, head size, dtype, query heads per key head)
+VARIANTS = [  # attention: (streams, head size, dtype, query heads per key head)
     *((streams, D, torch.bfloat16, 1) for streams in STREAMS for D in (64, 128)),
     *((streams, D, torch.bfloat16, 4) for streams in ('one', 'both') for D in (64, 128)),
     ('both', 32, torch.bfloat16, 1), ('both', 64, torch.float16, 1),
@@ -30,9 +30,9 @@ VARIANTS = [  # of attention: (streams, head size, dtype, query heads per key he
 
 
 def compile_once(done, kernel, args, words=(), **options):
-    """Compile a kernel for the arguments of a launch, tensors of the meta device, and print its resources.
+    """Compile a kernel for launch arguments (meta tensors) and print its resources.
 
-    done: the variants compiled so far.
+    done: variants compiled so far, which are skipped.
     """
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):
@@ -42,7 +42,7 @@ def compile_once(done, kernel, args, words=(), **options):
             continue
         signature[parameter.name] = TYPES[x.dtype if is_tensor else type(x)]
         address = x.storage_offset() * x.itemsize if is_tensor else x
-        if not isinstance(x, float) and address % 16 == 0:  # as a launch finds it
+        if not isinstance(x, float) and address % 16 == 0:  # Triton specializes on it at launch
             attributes[i,] = [['tt.divisibility', 16]]
     key = (kernel.__name__, *words, *signature.values(), *constants.values())
     if key in done:
@@ -60,7 +60,7 @@ def compile_once(done, kernel, args, words=(), **options):
 
 
 def launcher(done, kernel, words):
-    """Stands for an attention kernel: a launch, on any grid, compiles it."""
+    """Return a stand-in for an attention kernel: a launch, on any grid, compiles it."""
     launch = lambda *args, **options: compile_once(done, kernel, args, words, **options)
     return collections.defaultdict(lambda: launch)
 
@@ -80,7 +80,7 @@ def attention():
 
 
 def gpn():
-    """At the paper's sizes."""
+    """Compile the GPN kernels at the sizes in the paper."""
     K.KERNELS_ON_CPU = True
     from scans import gpn as scan
     done, B, S, L = set(), 2, 2, 2

@@ -1,4 +1,4 @@
-"""Figures from run folders: what is averaged, and where lines cross."""
+"""Figures from run folders: averages over seeds, labels, and where curves cross."""
 import json
 
 import numpy as np
@@ -9,7 +9,7 @@ from analysis import figures, loss_curves, scores
 
 
 def write_run(folder, losses, model='standard', seed=0, settings=None, versions=None, log=None, **values):
-    """A run folder: its log has losses at 0, 100, ... tokens, or the records `log`; values are of its Config."""
+    """Write a run with losses at 0, 100, ... tokens, or the records `log`. values: its Config."""
     folder.mkdir(exist_ok=True)
     settings = {'model': model, 'block_size': 8, 'seed': seed, 'learning_rate': 1.0, 'eval_seed': 42} | (settings or {})
     data = {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': ''}
@@ -18,11 +18,11 @@ def write_run(folder, losses, model='standard', seed=0, settings=None, versions=
     log = log or [{'step': i, 'tokens': 100 * i, 'seconds': 60.0 * i} | ({} if loss is None else {'val': loss})
                   for i, loss in enumerate(losses)]
     lines = [json.dumps(record) + '\n' for record in log]
-    (folder / 'log.jsonl').write_text(''.join(lines) + '{"step": 9, "to')  # the last line was cut by a kill
+    (folder / 'log.jsonl').write_text(''.join(lines) + '{"step": 9, "to')  # the last line is truncated, as after a kill
     return str(folder)
 
 
-def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
+def test_curves_average_seeds_and_labels_show_differing_settings(tmp_path):
     runs = [write_run(tmp_path / 'a', [4.0, None, 2.0], settings={'extend': None}),
             write_run(tmp_path / 'b', [4.0, 9.0, 3.0], seed=1, settings={'threads': 4, 'extend': 'out/short_b'}),
             write_run(tmp_path / 'c', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='sps', window=64),
@@ -37,7 +37,7 @@ def test_seeds_are_averaged_and_settings_that_differ_make_the_label(tmp_path):
         'highest': 3.0, 'seeds': 2}
 
 
-def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path, capsys):
+def test_labels_hold_only_settings_that_differ(tmp_path, capsys):
     runs = [write_run(tmp_path / name, [4.0], 'gpn', settings=settings, window=window)
             for name, settings, window in (('a', {'max_tokens': 2_500_000, 'min_lr': 0.1}, 64),
                                            ('b', {'max_tokens': 5_000_000, 'min_lr': 0.1}, 64),
@@ -53,7 +53,7 @@ def test_labels_are_short_and_hold_only_what_tells_runs_apart(tmp_path, capsys):
 
 
 def line(*losses, cost=1):
-    """Points of one run at 0, 1, ... tokens."""
+    """Return the points of one run at 0, 1, ... tokens."""
     return [{'step': i, 'tokens': i, 'minutes': cost * i, 'gpu_hours': None, 'flops': cost * i}
             | figures.spread([loss]) for i, loss in enumerate(losses)]
 
@@ -78,7 +78,7 @@ def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
     assert (tmp_path / 'loss_curves.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'loss_curves.csv').exists()
 
 
-def test_differences_are_those_of_runs_of_one_seed(tmp_path):
+def test_differences_pair_runs_by_seed(tmp_path):
     losses = {('standard', 1): [4.0, 3.0], ('standard', 2): [5.0, 2.0], ('sps', 2): [5.5, 2.25], ('sps', 1): [4.0, 3.5]}
     runs = [write_run(tmp_path / f'{model}{seed}', own, model, seed=seed) for (model, seed), own in losses.items()]
     alone = write_run(tmp_path / 'alone', [4.0, 3.0], 'nextlat', seed=3)
@@ -89,14 +89,14 @@ def test_differences_are_those_of_runs_of_one_seed(tmp_path):
     assert 'has seed 3: --minus has no run' in result.stderr
 
 
-def test_crossing_is_where_a_line_goes_below_for_good():
+def test_crossing_is_where_a_curve_drops_below_and_stays_below():
     first = line(5, 4, 3, 2)
     assert loss_curves.crossing(line(6, 3, 4, 1.9), first, 'tokens') == 3
     assert loss_curves.crossing(line(6, 3, 2, 1), first, 'tokens') == 1
     assert loss_curves.crossing(line(6, 3, 2, 2.5), first, 'tokens') is None
-    # beyond the first line's end nothing is compared
+    # nothing is compared beyond the end of the first curve
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
-    assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # of one evaluation each
+    assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # one evaluation each
     assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis on its own
         'from 1 tokens on', 'over time never', 'over compute never']
 
@@ -113,14 +113,14 @@ def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
     assert loss_curves.axes_of([without_flops]) == ['tokens', 'minutes']
 
 
-def test_values_that_are_no_finite_numbers_are_left_out(tmp_path):
+def test_non_finite_values_are_left_out(tmp_path):
     run = write_run(tmp_path / 'a', [4.0, float('nan'), None, 3.0])
     assert [point['mean'] for point in figures.curve([run, run])] == [4.0, 3.0]
 
 
 @pytest.mark.parametrize('script', ['loss_curves', 'report', 'scores', 'context_ready', 'gpn_state', 'seeds', 'scaling',
                                     'window_sweep', 'tokens_to_match', 'tables'])
-def test_a_run_that_a_figure_cannot_use_is_a_sentence(tmp_path, script):
+def test_figures_reject_unusable_runs_with_a_clear_error(tmp_path, script):
     run_folder = write_run(tmp_path / 'a', [])
     assert_sentence(run('-m', f'analysis.{script}'), 'which run')
     assert_sentence(run('-m', f'analysis.{script}', tmp_path / 'none'), 'is not a run folder')
@@ -128,7 +128,7 @@ def test_a_run_that_a_figure_cannot_use_is_a_sentence(tmp_path, script):
     assert not list(tmp_path.glob('figure*'))
 
 
-def test_scores_are_read_by_name_and_solved_for_good(tmp_path):
+def test_score_curves_and_the_step_from_which_a_task_stays_solved(tmp_path):
     runs = []
     for seed in (0, 1):
         log = [{'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy_0': a,
@@ -144,7 +144,7 @@ def test_scores_are_read_by_name_and_solved_for_good(tmp_path):
     assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [('a', 2), ('b', 1)]
 
 
-def test_bars_are_the_last_scores_of_finished_runs_in_a_group_for_each_data(tmp_path, monkeypatch):
+def test_bars_show_final_scores_of_finished_runs_by_dataset(tmp_path, monkeypatch):
     ends = {('star:arms=2', 'ntp'): (0.4, 0.6, None), ('star:arms=2', 'mtp'): (0.75, 1.0),
             ('star:arms=5', 'ntp'): (0.2,), ('star:arms=5', 'mtp'): (0.9,)}
     runs, drawn = [], []

@@ -1,8 +1,8 @@
-"""attn_kernels.py against definitions in float64: values, gradients, and what follows from an edit of a pattern."""
+"""Values and gradients of attn_kernels.py against float64, and edited attention patterns."""
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import dense_attention, run_apart, succeeded
+from conftest import dense_attention, run_subprocess, succeeded
 from test_models import make, some_tokens
 
 import attn_kernels as K
@@ -13,7 +13,7 @@ SINGLE = dict(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=No
 
 
 def pattern(method=None, **values):
-    """`sees` of model_standard, or of a method of model_sps."""
+    """Return `sees` of model_standard, or of model_sps with a method."""
     module = model_sps if method else model_standard
     if method:
         values = dict(method=method, window=None if method == 'two_x_memory' else 64) | values
@@ -21,20 +21,20 @@ def pattern(method=None, **values):
 
 
 def documents(kind, B, T):
-    """doc_start of rows whose id 9 ends documents; None for no documents."""
+    """Return doc_start of rows in which id 9 ends a document, or None for no documents."""
     if kind is None:
         return None
     idx = torch.zeros(B, T, dtype=torch.int64)
     if kind == 'many':
         idx[torch.rand(B, T, generator=torch.Generator().manual_seed(1)) < 0.2] = 9
-    else:  # on and off block edges, eos first and last
+    else:  # at and near tile edges, eos first and last
         idx[0, [0, T - 1]] = 9
         idx[1, [i for i in (15, 63, 64, 255, 256, 299) if i < T]] = 9
     return K.document_starts(idx, 9)
 
 
-def all_seen(sees, T, doc_start, keys, queries):
-    """The pattern as booleans, (1 or B, n_q, n_k), token by token."""
+def dense_mask(sees, T, doc_start, keys, queries):
+    """Return the dense boolean mask of a pattern, (1 or B, n_q, n_k)."""
     rows = [[(t, s) for s in streams for t in range(T)] for streams in (queries, keys)]
     q, k = (torch.tensor(tokens).unsqueeze(1 - i).unbind(-1) for i, tokens in enumerate(rows))
     starts = [0] if doc_start is None else [row.repeat(len(queries))[:, None] for row in doc_start]
@@ -42,7 +42,7 @@ def all_seen(sees, T, doc_start, keys, queries):
 
 
 def gradients(function, *inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]  # of the same strides
+    inputs = [x.detach().requires_grad_() for x in inputs]  # keeps the strides
     out = function(*inputs)
     cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
     return out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))
@@ -56,7 +56,7 @@ def assert_close(got, want, tolerance):
 
 
 X, RHO, BOTH = (0,), (1,), (0, 1)
-LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  # heads: of queries, of keys, size
+LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  # heads: of q, of k, size
     (None, {}, 1, None, X, (2, 2, 16)), (None, {}, 300, 'edges', X, (2, 2, 70)), (None, {}, 1100, None, X, (2, 1, 16)),
     (None, dict(window=0), 129, 'many', X, (2, 2, 48)), (None, dict(window=64), 300, 'edges', X, (6, 2, 64)),
     (None, dict(window=3), 520, None, X, (2, 2, 64)), (None, dict(window=64), 1100, 'many', X, (2, 2, 16)),
@@ -69,14 +69,14 @@ LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  
 
 
 @LAYOUTS
-def test_attention_equals_its_definition(method, values, T, kind, queries, heads, device):
-    """Also the forward of FlexAttention, uncompiled on a CPU."""
+def test_attention_equals_dense_masked_attention(method, values, T, kind, queries, heads, device):
+    """Also checks the forward of FlexAttention, uncompiled on a CPU."""
     from torch.nn.attention.flex_attention import flex_attention
     torch.manual_seed(0)
     (H, HK, D), keys = heads, BOTH if method else X
     sees, doc_start = pattern(method, **values), documents(kind, 2, T)
     q, k, v = (torch.randn(2, len(streams) * T, n, D) for streams, n in ((queries, H), (keys, HK), (keys, HK)))
-    seen = all_seen(sees, T, doc_start, keys, queries)
+    seen = dense_mask(sees, T, doc_start, keys, queries)
     mask = K.make_mask(sees, T, D, device, None if doc_start is None else doc_start.to(device), keys, queries)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 1e-2)):
         rounded = [x.to(dtype) for x in (q, k, v)]
@@ -90,7 +90,7 @@ def test_attention_equals_its_definition(method, values, T, kind, queries, heads
 
 
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps', 'two_x_memory'])
-def test_flex_attention_visits_hardly_more_blocks_than_the_pattern_needs(method):
+def test_flex_attention_visits_at_most_15_percent_more_pairs_than_needed(method):
     T, sees = 4096, pattern(method)
     blocks = K.make_block_mask(sees, T, 'cpu', None, BOTH, BOTH)
     visited = (blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()).item() * 128 ** 2
@@ -99,10 +99,10 @@ def test_flex_attention_visits_hardly_more_blocks_than_the_pattern_needs(method)
     assert visited <= 1.15 * needed
 
 
-# ---- edits of a pattern: only `sees` changes ----
+# ---- edited patterns: only `sees` changes ----
 
 def sinks(sees):
-    """Attention sinks: the first 4 tokens of a document are always visible."""
+    """Attention sinks: make the first 4 tokens of a document always visible."""
     return lambda self, q, k: sees(self, q, k) | (k.pos < q.pos) & (k.pos >= q.doc_start) & (k.pos < q.doc_start + 4)
 
 
@@ -120,7 +120,7 @@ EDITED = ['standard, window', 'sps', 'sps, window 1, no documents, untied', 'sps
 
 @pytest.mark.parametrize('edit', [sinks, dilated, wider])
 @pytest.mark.parametrize('variant', EDITED)
-def test_an_edit_of_sees_alone_trains_and_decodes(variant, edit, monkeypatch, capsys):
+def test_editing_sees_changes_training_and_decoding(variant, edit, monkeypatch, capsys):
     model, idx = make(variant), some_tokens(2, 120)
     loss, logits = model(idx, idx.roll(-1, 1))['loss'], model.logits(idx)[..., :60]
     monkeypatch.setattr(type(model), 'sees', edit(type(model).sees))
@@ -135,19 +135,19 @@ def test_an_edit_of_sees_alone_trains_and_decodes(variant, edit, monkeypatch, ca
 
 
 @pytest.mark.parametrize('window, slots', [(None, 100), (0, 4), (5, 9), (200, 100)])
-def test_a_stream_gets_as_many_slots_as_its_pattern_reaches_back(window, slots):
+def test_cache_size_follows_the_reach_of_the_pattern(window, slots):
     cache = model_standard.Model(model_standard.Config(**SINGLE, window=window)).new_cache(1, 100)
-    assert cache.k.shape[3] == slots + 1  # and the spare slot
+    assert cache.k.shape[3] == slots + 1  # plus the spare slot
     cache = model_sps.Model(model_sps.Config(**SINGLE, window=window)).new_cache(1, 100)
     assert cache.k.shape[3] == 100 + slots + 1
     early = lambda q, k: (k.pos <= q.pos) & ((q.pos - k.pos <= 5) | (q.pos == 1000))
-    assert K._reach(early, 3000, 0, 1, 'cpu') == 1000  # in pieces
+    assert K._reach(early, 3000, 0, 1, 'cpu') == 1000  # evaluated in chunks
 
 
 # ---- the loss ----
 
 def weighted_loss(head):
-    """A loss of two heads on weighted rows, and a part to log."""
+    """Return a loss over weighted rows, with a detached part to log."""
     def fn(h, targets, weights):
         nll = F.cross_entropy(head(h).float(), targets, ignore_index=-1, reduction='none')
         return (weights * nll).sum(), nll.detach().sum()
@@ -183,7 +183,7 @@ def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
     assert all((half - w).norm() < 1e-2 * w.norm() for half, w in zip(halves, want))
 
 
-def test_a_loss_in_bf16_takes_the_log_sum_exp_in_fp32(device):
+def test_bf16_loss_computes_log_sum_exp_in_fp32(device):
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(n_layer=1, n_head=1, n_embd=64, eos_id=None)).to(device)
     hidden, targets = torch.randn(512, 64, device=device), torch.randint(0, 50304, (512,), device=device)
@@ -195,4 +195,5 @@ def test_a_loss_in_bf16_takes_the_log_sum_exp_in_fp32(device):
 
 @pytest.mark.slow
 def test_scripts_that_compile_nothing_do_not_load_the_compiler():
-    succeeded(run_apart('-c', "import sys, eval, sample, model_standard; sys.exit('torch._dynamo' in sys.modules)"))
+    code = "import sys, eval, sample, model_standard; sys.exit('torch._dynamo' in sys.modules)"
+    succeeded(run_subprocess('-c', code))

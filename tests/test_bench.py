@@ -1,4 +1,4 @@
-"""Every benchmark runs at toy size, and the steps for a GPU end in time and keep what they found."""
+"""Every benchmark runs at toy size; bench/gpu.py stops its steps in time and logs them."""
 import contextlib
 import fcntl
 import importlib.util
@@ -25,7 +25,7 @@ TOYS = re.findall(r'python -m bench\.(\w+)', bench.__doc__)
 
 @pytest.mark.parametrize('args', [
     *([name] for name in TOYS), ['train_step', 'objectives'], ['train_step', 'scales']], ids=' '.join)
-def test_a_benchmark_runs_at_toy_size_and_writes_nothing(args):
+def test_benchmarks_run_at_toy_size_without_writing_results(args):
     mistyped = run('-m', f'bench.{args[0]}', *args[1:], '--toy', '--typo')
     assert_sentence(mistyped, 'typo')
     assert not mistyped.stdout
@@ -40,7 +40,7 @@ def test_a_benchmark_makes_one_measurement_at_a_time():
         assert_sentence(run('-m', 'bench.train_step', *given, '--toy'), f"'{' '.join(given)}': expected one of")
 
 
-def test_table_2_s_memory_is_that_of_fp32_weights_and_a_bf16_cache():
+def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():
     for row in figures.read_csv(tables.PAPERS / 'sps.csv'):
         shape = {name: int(row[name]) for name in ('n_layer', 'n_embd')}
         with torch.device('meta'):
@@ -50,7 +50,7 @@ def test_table_2_s_memory_is_that_of_fp32_weights_and_a_bf16_cache():
         assert abs((4 * weights + 2 * streams * keys) / (4 * weights + 2 * keys) - float(row['peak memory'])) < 0.03
 
 
-def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):
+def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, monkeypatch):
     def rows():
         yield {'a': 1}
         raise KeyboardInterrupt
@@ -63,7 +63,7 @@ def test_rows_of_a_benchmark_that_is_stopped_are_kept(tmp_path, monkeypatch):
 
 # ---- bench/gpu.py ----
 
-# Holds a lock for as long as it lives.
+# A process that holds a lock until it ends.
 LOCKED = """
 import fcntl, sys, time
 file = open(sys.argv[1], 'w')
@@ -73,11 +73,11 @@ time.sleep(600)
 """
 
 
-def test_a_step_on_a_gpu_ends_with_its_own_processes_and_its_output_is_kept(tmp_path):
+def test_a_gpu_step_ends_all_its_processes_and_logs_their_output(tmp_path):
     command = [sys.executable, '-c', LOCKED, str(tmp_path / 'lock')]
-    leaves_it = f"import subprocess; print(subprocess.Popen({command}, stdout=subprocess.PIPE).stdout.readline())"
+    start_it = f"import subprocess; print(subprocess.Popen({command}, stdout=subprocess.PIPE).stdout.readline())"
     with open(tmp_path / 'log', 'ab+', buffering=0) as log:
-        assert gpu.run_step(['-c', leaves_it], 300, log) == ("b'locked\\n'\n", 'done')
+        assert gpu.run_step(['-c', start_it], 300, log) == ("b'locked\\n'\n", 'done')
         assert gpu.run_step(['-c', 'import time; time.sleep(600)'], 1, log)[1] == 'out of time'
         assert gpu.run_step(['-c', 'print(1); raise SystemExit(3)'], 300, log) == ('1\n', 'exit status 3')
         _, status = gpu.run_step(['-c', "print('its equations run step by step')"], 300, log)
@@ -85,23 +85,14 @@ def test_a_step_on_a_gpu_ends_with_its_own_processes_and_its_output_is_kept(tmp_
     text = (tmp_path / 'log').read_text()
     assert text.startswith("b'locked") and text.endswith('\n1\nits equations run step by step\n')
     with open(tmp_path / 'lock', 'w') as lock:
-        for _ in range(100):  # a killed process closes its files a moment later
+        for _ in range(100):  # a killed process closes its files with a delay
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             time.sleep(0.1)
-    raise AssertionError('a process that the step had started is still there')
+    raise AssertionError('a process started by the step is still running')
 
 
-def test_the_steps_on_a_gpu_exist_and_take_two_calls():
+def test_gpu_steps_exist_and_fit_in_two_calls():
     for _, (first, *rest) in gpu.STEPS.values():
         assert importlib.util.find_spec(rest[0]) if first == '-m' else (ROOT / first).exists(), first
     assert sum(seconds for seconds, _ in gpu.STEPS.values()) <= 2 * gpu.LIMIT < 1200
-
-
-@pytest.mark.parametrize('argument, sentence', [
-    ('--only=kernels,atention', "unknown 'atention': expected --limit=SECONDS"), ('--limits=3', "unknown 'limits'"),
-    ('--limit=5', 'not run: --only=kernels,compiled')])
-def test_gpu_py_says_what_is_wrong_and_what_it_did_not_run(argument, sentence, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    with pytest.raises(SystemExit, match=sentence):
-        gpu.main([argument, f'--out={tmp_path}'])

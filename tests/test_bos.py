@@ -1,4 +1,4 @@
-"""Documents that start with bos: prepared, recorded, and prompts and tasks that then start with it too."""
+"""With --bos, documents start with bos, and so do prompts and evaluation contexts."""
 import json
 import math
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ TEXTS = [f'a text of {i} words and more of them' for i in range(60)]
 
 @pytest.fixture(scope='module')
 def tokenizer(tmp_path_factory):
-    """The path of a tokenizer.json that has <|endoftext|> (id 0) and <s>."""
+    """Return the path of a tokenizer.json that has <|endoftext|> (id 0) and <s>."""
     from tokenizers import Tokenizer
     path, fast = tmp_path_factory.mktemp('tokenizer') / 'own.json', Tokenizer.from_str(train_tokenizer(TEXTS, 270))
     fast.add_special_tokens(['<s>'])
@@ -55,7 +55,7 @@ def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):
     assert sorted(found) == sorted([*own.start, *own.encode(text), 0] for text in TEXTS)
 
 
-def test_prompts_start_as_the_documents_did(trained, tokenizer):
+def test_prompts_start_with_bos_if_the_documents_do(trained, tokenizer):
     record, settings = runs.read_run(trained), sample.Settings(max_new_tokens=4)
     assert config_json(trained)['data']['bos'] is True
     for bos, empty in ((True, [load_tokenizer(tokenizer).bos_id]), (False, [0])):
@@ -66,7 +66,7 @@ def test_prompts_start_as_the_documents_did(trained, tokenizer):
 
 
 @pytest.mark.parametrize('bos', [None, False])
-def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeypatch):
+def test_task_contexts_start_with_bos_unless_disabled(trained, bos, tmp_path, monkeypatch):
     pytest.importorskip('lm_eval')
     from common.lm_eval_adapter import RunLM
     (tmp_path / 'lambada_openai.jsonl').write_text(json.dumps({'text': 'a text of words'}) + '\n')
@@ -88,8 +88,8 @@ def test_tasks_start_with_bos_unless_told_not_to(trained, bos, tmp_path, monkeyp
                      (empty, own.encode('a text'))]
 
 
-def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
-    """The continuation is what follows the last space; blanks at the end are no word."""
+def test_lambada_perplexity_is_averaged_over_examples_and_pooled_over_tokens(tokenizer, tmp_path):
+    """The continuation follows the last space; trailing whitespace is ignored."""
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a text"}\n{"text": "a of7words\\n "}\n')
     encoding, lengths = load_tokenizer(tokenizer), []
 
@@ -103,6 +103,6 @@ def test_both_readings_of_lambadas_perplexity_have_a_name(tokenizer, tmp_path):
                                    'perplexity_pooled': math.exp(12 / (m + n))})
 
 
-def test_a_tokenizer_without_bos_is_a_sentence():
-    with pytest.raises(UserError, match='the tokenizer byte has no token that starts a document'):
+def test_a_tokenizer_without_bos_gives_a_clear_error():
+    with pytest.raises(UserError, match='the tokenizer byte has no bos token'):
         load_tokenizer('byte', bos=True)

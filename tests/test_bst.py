@@ -1,4 +1,4 @@
-"""The Belief State Transformer against a loop over its pairs, each prefix and suffix encoded alone, in float64."""
+"""The Belief State Transformer against a float64 loop that encodes each pair separately."""
 import collections
 import functools
 import itertools
@@ -24,13 +24,13 @@ def make(dtype=torch.float64, **values):
     return model
 
 
-def paper(model, idx, targets, cap):
-    """{'loss', 'nll', parts}: one pair after another, on the definition of each."""
+def paper_losses(model, idx, targets, cap):
+    """Return {'loss', 'nll', parts}, computed pair by pair from the definition."""
     c = model.config
 
     @functools.cache
     def last_vector(encoder, x, empty):
-        """Of x, a tuple of tokens in the order of reading."""
+        """Encode x, a tuple of tokens in reading order, and return the vector of the last one."""
         if not x:
             return empty
         h, documents = model.embed.weight[list(x)], [0] * len(x)
@@ -44,7 +44,7 @@ def paper(model, idx, targets, cap):
         return F.cross_entropy(soft_cap(logits, cap if head is model.head else None), label)
 
     def document_around(x, s):
-        """First and last position of the document of x[s]."""
+        """Return the first and last position of the document that contains x[s]."""
         first = max((i + 1 for i in range(s) if x[i] == c.eos_id), default=0)
         return first, next((i for i in range(s, len(x)) if x[i] == c.eos_id), len(x) - 1)
 
@@ -60,7 +60,7 @@ def paper(model, idx, targets, cap):
         pairs = [(t, k) for t in range(T + 1) for k in range(c.min_k, T + 3 - t) if t + k >= 2]
         n = max(1, round(c.pair_share * len(pairs)))
         for t, k in [pairs[i * len(pairs) // n] for i in range(n)]:
-            p, q = t, t + k - 2  # positions of x_{t+1} and of x_{t+k-1}, counted from 0
+            p, q = t, t + k - 2  # 0-based positions of x_{t+1} and x_{t+k-1}
             if max(p, q) >= len(x) or document_around(x, p) != document_around(x, q):
                 continue
             first, last = document_around(x, p)
@@ -80,7 +80,7 @@ def paper(model, idx, targets, cap):
                          ids=lambda case: ' '.join(f'{k}={v}' for k, v in case.items()))
 @pytest.mark.parametrize('cap', [None, 0.5])
 def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, cap, monkeypatch):
-    """cap: a soft cap of the next token's logits, added to `_logits` as a fork would."""
+    """cap: a soft cap of the next-token logits, added in `_logits` as a fork would do."""
     plain = model_bst.Model._logits
     monkeypatch.setattr(model_bst.Model, '_logits', lambda model, h: soft_cap(plain(model, h), cap))
     model = make(**case).eval()
@@ -90,7 +90,7 @@ def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, cap, mo
     targets[1, :3] = -1  # a prompt
     if not last_counts:
         targets[0, -1] = -1
-    want, got = paper(model, idx, targets, cap), model(idx, targets)
+    want, got = paper_losses(model, idx, targets, cap), model(idx, targets)
     assert got.keys() == want.keys()
     for name in want:
         assert abs(got[name] - want[name]) < 1e-5 * want[name], name
@@ -99,7 +99,7 @@ def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, cap, mo
         assert w.norm() > 0 and (g - w).norm() < 1e-5 * w.norm()
 
 
-def test_training_draws_other_pairs_each_time_and_evaluation_the_same():
+def test_training_resamples_pairs_and_evaluation_does_not():
     model = make(eos_id=None, pair_share=0.25).train()
     torch.manual_seed(0)
     draws = [[*zip(*model._draw_pairs(30, 'cpu').tolist())] for _ in range(200)]
@@ -111,7 +111,7 @@ def test_training_draws_other_pairs_each_time_and_evaluation_the_same():
     assert torch.equal(model._draw_pairs(30, 'cpu'), model._draw_pairs(30, 'cpu'))
 
 
-def test_the_hidden_layer_exists_for_a_chunk_of_pairs_at_a_time(monkeypatch):
+def test_hidden_layer_is_computed_in_chunks_of_pairs(monkeypatch):
     widths, hidden, gelu = [], [], F.gelu
 
     def in_short_chunks(fn, rows, params, width, shared=()):
@@ -125,8 +125,8 @@ def test_the_hidden_layer_exists_for_a_chunk_of_pairs_at_a_time(monkeypatch):
     assert max(hidden) < 0.1 * n_pairs and widths[0] >= 2 * 24 + 64  # two softmaxes and the hidden layer
 
 
-def test_flops_are_those_that_a_step_takes():
-    """Except attention, of which this model has little."""
+def test_flops_per_token_equal_the_flop_counter():
+    """Attention is not counted, but it is small in this model."""
     model = make(torch.float32, n_embd=64, n_text=16, vocab_size=2048, eos_id=None, pair_share=0.5)
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:

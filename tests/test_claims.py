@@ -1,4 +1,4 @@
-"""Claims of the papers: what a verdict is, that each can be computed again, and that the rows name what there is."""
+"""Claims of the papers: statistics, verdicts, and the committed results."""
 import math
 import statistics
 from collections import Counter
@@ -20,7 +20,7 @@ LOW, HIGH, WIDE = [1.0, 1.01, 0.99], [1.2, 1.21, 1.18], [0.8, 1.3, 1.1]
 
 
 def verdict_of(judged):
-    """The verdict of a paper's only claim."""
+    """Return the verdict when this is the only claim of its paper."""
     return claims.add_verdicts([{'name': 'a', 'paper': 'sps', **judged}])['a']['verdict']
 
 
@@ -28,12 +28,12 @@ def verdict_of(judged):
     (LOW, HIGH, 'lower', 0, SEEN),
     (HIGH, LOW, 'lower', 0, CONTRADICTED),
     (LOW, WIDE, 'lower', 0, NOT_SEEN),
-    (HIGH, LOW, 'lower', 0.3, SEEN),  # `other` is ahead by less than it may be
-    (LOW, [1.011, 1.02, 1.001], 'lower', 0, SEEN),  # pairs differ by 0.01, and by less from seed to seed
-    (LOW, [0.5], 'lower', 0, CONTRADICTED),  # one number is fixed
+    (HIGH, LOW, 'lower', 0.3, SEEN),  # `other` leads by less than the margin
+    (LOW, [1.011, 1.02, 1.001], 'lower', 0, SEEN),  # paired differences are close to 0.01
+    (LOW, [0.5], 'lower', 0, CONTRADICTED),  # a single number is a constant
     (LOW, [0.5], 'higher', 0, SEEN),
 ])
-def test_a_verdict_of_t_is_what_its_test_rejects(ours, other, direction, margin, verdict):
+def test_t_test_gives_the_verdict(ours, other, direction, margin, verdict):
     assert verdict_of(judge(ours, other, direction, 't', margin)) == verdict
 
 
@@ -48,7 +48,7 @@ def test_a_sign_test_counts_the_seeds_on_each_side(ours, direction, p, verdict):
     assert (found['p'], verdict_of(found)) == (pytest.approx(p), verdict)
 
 
-def test_intervals_and_tests_are_those_of_the_textbook():
+def test_intervals_and_p_values_equal_textbook_formulas():
     found = judge(LOW, WIDE, 'higher', 't', 0.1)
     gaps = [1.0 - 0.8, 1.01 - 1.3, 0.99 - 1.1]
     mean, error = statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(3)
@@ -57,16 +57,16 @@ def test_intervals_and_tests_are_those_of_the_textbook():
     assert found['p'] == pytest.approx(student.sf((mean + 0.1) / error, 2)) == 1 - found['p_opposite']
 
 
-def test_holm_is_the_sequence_of_its_paper():
-    # 4 * .01; 3 * .005 would be less than what comes before it; 2 * .03; .04 is not below it
+def test_holm_correction_equals_hand_computed_values():
+    # sorted: 4 * .005, 3 * .01, 2 * .03, 1 * .04, each at least the one before it
     assert claims.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert claims.holm([0.5, 0.6]) == [1, 1] and claims.holm([0.02, 0.02]) == [0.04, 0.04] and claims.holm([]) == []
 
 
 # ---- the statistics ----
 
-def test_later_gradients_are_geometric_means_of_the_first_and_of_the_last_stream(monkeypatch):
-    ratios = torch.tensor([[9, 1, 4, 16], [9, 1, 2, 4]])  # of x and rho over k = 0 to 3
+def test_later_gradients_are_geometric_means_of_the_first_and_the_last_stream(monkeypatch):
+    ratios = torch.tensor([[9, 1, 4, 16], [9, 1, 2, 4]])  # x and rho, k = 0 to 3
     monkeypatch.setattr(claims.gradient_flow, 'fitted', lambda s, runs: s)
     monkeypatch.setattr(claims.gradient_flow, 'measure', lambda run, s: (run.double(), 0))
     for streams in (ratios, ratios[:1]):
@@ -77,7 +77,7 @@ def test_later_gradients_are_geometric_means_of_the_first_and_of_the_last_stream
 
 # ---- the table ----
 
-def test_claims_are_judged_in_parts_by_the_losses_of_their_runs(tmp_path, monkeypatch):
+def test_claims_can_be_judged_in_several_calls(tmp_path, monkeypatch):
     losses = {'standard': [2.0, 2.1, 2.05], 'sps': [1.8, 1.85, 1.9], 'sps_w0': [1.81, 1.9, 1.8]}
     monkeypatch.setattr(claims, 'CLAIMS', [
         Claim('a', 'sps', '5', 'less', '1 and 2', 'sps', 'lower', 'standard'),
@@ -109,11 +109,11 @@ def test_claims_are_judged_in_parts_by_the_losses_of_their_runs(tmp_path, monkey
     assert [*map(float, rows['a']['our_numbers'].split())] == losses['sps']
     assert '--learning_rate=0.0009' in rows['a']['other_command'] and rows['c']['other_command'] == ''
     assert '3 claims: 2 seen, 0 not seen at this size, 1 contradicted' in text
-    claims.CLAIMS[0] = replace(claims.CLAIMS[0], margin=0.1)  # another claim, of which there are no numbers
+    claims.CLAIMS[0] = replace(claims.CLAIMS[0], margin=0.1)  # a changed claim, so its numbers are outdated
     assert list(judged('b')[0]) == ['b', 'c']
 
 
-def test_committed_verdicts_are_those_of_their_numbers():
+def test_committed_verdicts_follow_from_their_numbers():
     folder = ROOT / 'bench/results/claims'
     rows = read_csv(folder / 'claims.csv')
     again = claims.add_verdicts([*claims.saved_rows(folder / 'claims.csv').values()])
@@ -130,7 +130,7 @@ def test_committed_verdicts_are_those_of_their_numbers():
         assert f' | {" | ".join(str(counts[v]) for v in (SEEN, NOT_SEEN, CONTRADICTED))} |\n' in page, paper
 
 
-def test_committed_numbers_are_of_runs_as_they_are_now():
+def test_committed_commands_equal_the_current_ones():
     for row in read_csv(ROOT / 'bench/results/claims/claims.csv'):
         for side, command in ((row['ours'], row['our_command']), (row['other'], row['other_command'])):
             if side in RUNS:
@@ -147,12 +147,12 @@ def test_every_claim_names_runs_a_statistic_and_a_test_that_exist():
 
 
 @pytest.mark.parametrize('name', RUNS)
-def test_every_run_is_one_that_train_accepts(name):
+def test_train_accepts_every_run(name):
     settings, _, _ = read_settings(TrainSettings, claims.arguments(name))
     assert 10 * settings.warmup_tokens < settings.max_tokens
 
 
-def test_only_the_rates_of_losses_are_searched(tmp_path, monkeypatch):
+def test_learning_rates_are_searched_only_for_loss_claims(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, 'train_all', lambda cells, jobs: None)
     monkeypatch.setattr(claims, 'set_best_rates',
                         lambda methods, jobs: [setattr(method, 'rate', 2 * method.rate) for method in methods.values()])
@@ -161,7 +161,7 @@ def test_only_the_rates_of_losses_are_searched(tmp_path, monkeypatch):
     assert runs['ntp'][0].name == 'ntp_lr0.0088_seed1'
 
 
-def test_claims_are_chosen_and_listed_by_paper_and_by_name(tmp_path):
+def test_claims_are_selected_and_listed_by_paper_or_name(tmp_path):
     papers = [claim.paper for claim in claims.select_claims('gpn,sps_standard')]
     assert papers[0] == 'sps' and {*papers[1:]} == {'gpn'} and claims.select_claims('all') == CLAIMS
     text = run('-m', 'analysis.claims', '--list', '--only=sps_standard').stdout
@@ -171,11 +171,11 @@ def test_claims_are_chosen_and_listed_by_paper_and_by_name(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize('paper', claims.PAPERS)
-def test_all_claims_of_a_paper_from_training_to_the_page(paper, tmp_path, monkeypatch):
+def test_all_claims_of_a_paper_run_end_to_end(paper, tmp_path, monkeypatch):
     def train_all(cells, jobs):
         for folder, args in cells.items():
             succeeded(run('train.py', *args, f'--out_dir={folder}', '--threads=1', '--eval_tokens=1000'))
-    monkeypatch.setattr(compare, 'train_all', train_all)  # in this process, which spares the imports
+    monkeypatch.setattr(compare, 'train_all', train_all)  # in this process, without new imports
     monkeypatch.setattr(claims, 'set_best_rates', lambda methods, jobs: None)
     made = claims.arguments
     monkeypatch.setattr(claims, 'arguments', lambda name: [

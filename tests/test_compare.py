@@ -1,4 +1,4 @@
-"""Comparisons that train their own runs: learning rates bracketed, nothing trained twice, the table by hand."""
+"""Comparisons that train runs: learning-rate search, reuse of runs, and the results table."""
 import math
 import statistics
 import subprocess
@@ -13,7 +13,7 @@ from analysis import compare
 from analysis.compare import Method
 from analysis.figures import interval, paired_difference, read_csv
 from common.files import UserError
-from common.runs import blank_run
+from common.runs import meta_run
 from train import Settings
 
 BUDGET = Settings(max_tokens=800, warmup_tokens=80)
@@ -21,7 +21,7 @@ SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
 
 def finished_run(folder, model='standard', tokens=100, loss=2.0, settings=None, **values):
-    """A run of a small model that was evaluated once, at its end."""
+    """Write a finished run of a small model with one evaluation at its end."""
     own = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values
     settings = {'max_tokens': tokens, 'learning_rate': 1e-3} | (settings or {})
     record = {'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss, 'tokens_per_s': 1234}
@@ -30,18 +30,17 @@ def finished_run(folder, model='standard', tokens=100, loss=2.0, settings=None, 
 
 
 def given(command):
-    """{setting: value} of a command line of train.py."""
+    """Return {setting: value} of a train.py command line."""
     return dict(arg[2:].split('=') for arg in command if '=' in arg)
 
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Commands of train.py; instead of training, a run gets a loss from its seed and the distance of its learning rate
-    from 1e-3, and diverges from 1e-2 on. A run with --log_interval=9 is killed the first time."""
+    """Replace training by a loss that is lowest at a learning rate of 1e-3; return the commands."""
     commands, run_command = [], subprocess.run
 
     def train(command, **kwargs):
-        if 'train.py' not in command:  # git, for the commit
+        if 'train.py' not in command:  # git, which reads the commit
             return run_command(command, **kwargs)
         commands.append(command)
         own = given(command)
@@ -53,7 +52,7 @@ def trained(monkeypatch):
         loss = 2 + abs(math.log(rate / 1e-3)) + seed / 10
         finished_run(folder, model, tokens, loss, settings, **values)
         (folder / 'ckpt' / 'step_00000001').mkdir(parents=True, exist_ok=True)
-        if rate > 1e-2 or ('log_interval' in own and '--resume' not in command):
+        if rate > 1e-2 or ('log_interval' in own and '--resume' not in command):  # diverges, or is killed once
             (folder / 'log.jsonl').write_text('')
         return SimpleNamespace(stderr='the gradients were not finite' if rate > 1e-2 else 'killed')
     monkeypatch.setattr(subprocess, 'run', train)
@@ -73,9 +72,9 @@ def test_runs_are_trained_once_and_interrupted_ones_are_resumed(tmp_path, traine
 
 
 @pytest.mark.parametrize('args, sentence', [
-    (['--n_layer=3'], 'has n_layer = 2, but 3 is asked for'), (['--max_tokens=200'], 'has max_tokens = 100'),
+    (['--n_layer=3'], 'has n_layer = 2, but 3 was given'), (['--max_tokens=200'], 'has max_tokens = 100'),
     (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on other data than elsewhere')])
-def test_a_finished_run_is_not_taken_for_another(args, sentence, tmp_path, trained):
+def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path, trained):
     finished_run(tmp_path / 'a', settings={'data': 'here'})
     compare.train_all({tmp_path / 'a': ['--data=here', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)
     with pytest.raises(UserError, match=sentence):
@@ -83,14 +82,14 @@ def test_a_finished_run_is_not_taken_for_another(args, sentence, tmp_path, train
     assert not trained
 
 
-def test_best_rates_have_a_worse_one_on_both_sides(tmp_path, trained):
-    for _ in range(2):  # the second time nothing is trained
+def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
+    for _ in range(2):  # nothing is trained the second time
         methods = {name: Method([], BUDGET, rate, f'{tmp_path}/{name}')
                    for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
         compare.set_best_rates(methods, 1)
         assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
     assert len(trained) == 3 + 6
-    for own in map(given, trained):  # a seed that is not tested, an eighth of the tokens
+    for own in map(given, trained):  # seed 0, which is not compared; an eighth of the tokens
         assert (own['seed'], own['max_tokens'], own['warmup_tokens']) == ('0', '100', '10')
     _, args = methods['a'].run(1e-3, 1)
     assert args == ['--learning_rate=0.001', '--seed=1']
@@ -99,7 +98,7 @@ def test_best_rates_have_a_worse_one_on_both_sides(tmp_path, trained):
         [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
 
 
-def test_a_rate_that_diverges_is_a_worse_one(tmp_path, trained):
+def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
     a, b = Method([], BUDGET, 8e-3, f'{tmp_path}/a'), Method([], BUDGET, 0.1, f'{tmp_path}/b')
     compare.set_best_rates({'a': a}, 1)
     assert a.rate == pytest.approx(1e-3, rel=0.25)
@@ -115,14 +114,14 @@ def test_a_rate_that_diverges_is_a_worse_one(tmp_path, trained):
     (['a: config/gpn_quick.py'], 'which models?'),
     (['config/gpn_quick.py', 'b: config/gdn_quick.py'], "'config/gpn_quick.py' has no name"),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
-def test_what_cannot_be_compared_is_a_sentence(arguments, sentence, tmp_path, trained):
+def test_models_that_cannot_be_compared_give_a_clear_error(arguments, sentence, tmp_path, trained):
     assert_sentence(run('-m', 'analysis.compare', *arguments, f'--out_dir={tmp_path}/out'), sentence)
     assert not (tmp_path / 'out').exists()
 
 
 def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp_path, trained):
     sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 --learning_rate=2e-3'
-    for _ in range(2):  # the second time nothing is trained
+    for _ in range(2):  # nothing is trained the second time
         result = succeeded(run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
                                '--max_tokens=100'))
     runs = [(own['model'], own['learning_rate'], own['seed']) for own in map(given, trained)]
@@ -135,7 +134,7 @@ def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp
     assert {'rates.csv', 'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_the_table_is_that_of_its_runs(tmp_path):
+def test_table_values_follow_from_the_runs(tmp_path):
     losses = {'a': (2.0, 2.1, 2.3), 'b': (2.2, 2.4, 2.45), 'c': (1.0, 1.0, 1.1)}
     kinds = {'a': ('standard', {}), 'b': ('standard.NanoGPT', {}),
              'c': ('gpn', dict(d_emb=8, d_k=4, d_v=6, n_layer=1, scan='loop'))}
@@ -147,7 +146,7 @@ def test_the_table_is_that_of_its_runs(tmp_path):
     assert a['minus_first'] is None and a['its_low'] is None
     assert (a['low'], a['high']) == interval(losses['a'])
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = blank_run(runs['c'][0])
+    model = meta_run(runs['c'][0])
     assert c['state_bytes'] == model.new_cache(1, 8).nbytes
     assert c['parameters'] == sum(p.numel() for p in model.parameters())
     assert c['flops'] == 1000 * model.flops_per_token(8)
@@ -155,14 +154,14 @@ def test_the_table_is_that_of_its_runs(tmp_path):
 
 
 def committed(path):
-    """Rows of a committed CSV that have the losses of each seed, and the difference to the first of their kind."""
+    """Return the rows of a committed CSV if it has losses per seed and differences, else []."""
     rows = read_csv(path)
     return rows if {'losses', 'its_low'} <= rows[0].keys() else []
 
 
 @pytest.mark.parametrize('path', [path for path in sorted((ROOT / 'bench/results').glob('*.csv')) if committed(path)],
                          ids=lambda path: path.stem)
-def test_committed_intervals_are_those_of_their_losses(path):
+def test_committed_intervals_follow_from_their_losses(path):
     rows = committed(path)
     gap = 'minus_first' if 'minus_first' in rows[0] else 'minus_standard'
     losses = [[*map(float, row['losses'].split())] for row in rows]

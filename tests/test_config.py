@@ -1,4 +1,4 @@
-"""Settings: what is accepted, and the sentence for what is not."""
+"""Settings from the command line, config files and config.json, and errors for bad ones."""
 import dataclasses
 import importlib
 import itertools
@@ -30,11 +30,11 @@ class Example:
     model: str = 'standard'  # which model
     count: int = 3  # how many
     rate: float = 0.5  # how fast
-    text: str = 'a'  # what
-    limit: int | None = None  # at most
-    name: str | None = None  # its name
-    flag: bool = False  # whether
-    shape: Literal['round', 'square'] | None = 'round'  # which form
+    text: str = 'a'  # some text
+    limit: int | None = None  # largest count
+    name: str | None = None  # a name
+    flag: bool = False  # a switch
+    shape: Literal['round', 'square'] | None = 'round'  # a shape
 
 
 @pytest.mark.parametrize('arg, name, value', [
@@ -56,18 +56,18 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
     ('--limit=a', 'expected int or None'),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
-    ('--name=', "name is '' on the command line: expected text, or None"),
+    ('--name=', "name is '' on the command line: expected text or None"),
     ('--count=' + '[' * 5000, "count is '[[["),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
     ('--count=\0', 'expected int'), ('--rate=1e400', 'rate is inf on the command line'),
     ('--count=1e18', 'at most 9e+15')])
-def test_bad_values_are_sentences(arg, sentence):
+def test_bad_values_give_a_clear_error(arg, sentence):
     with pytest.raises(UserError) as error:
         load_settings(Example, [arg])
     assert sentence in str(error.value)
 
 
-def test_config_file_builds_on_another_and_the_command_line_wins(tmp_path):
+def test_config_files_can_import_another_and_the_command_line_wins(tmp_path):
     path = tmp_path / 'mine.py'
     path.write_text('from config.standard_m import *\nimport math\nfrom math import sqrt\n'
                     'n_layer = int(math.sqrt(49))\n_private = 1\nseed = 2e3\n')
@@ -95,14 +95,14 @@ def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence
 
 @pytest.mark.parametrize('path', sorted(p for p in Path('config').rglob('*.py') if p.name != '__init__.py'),
                          ids=lambda p: p.stem)
-def test_every_config_file_is_a_model_and_settings(path):
+def test_every_config_file_loads(path):
     _, _, given = load_settings(train.Settings, [str(path)], config_of=model_config_class)
     names = {f.name for f in dataclasses.fields(runs.model_file(given.get('model', 'standard')).Config)}
-    of_data = {'eos_id': None, 'n_ids': 257}  # with the vocabulary of the data
+    of_data = {'eos_id': None, 'n_ids': 257}  # from the data
     runs.make_config(given.get('model', 'standard'), of_data | {k: v for k, v in given.items() if k in names})
 
 
-def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_does():
+def test_sps_runs_decay_and_evaluate_like_the_official_code():
     s40, s100 = (run_settings.read_settings(train.Settings, args)[0] for args in (
         ['config/standard_s.py', '--max_tokens=40e9'], ['config/sps/standard_xl_100b.py']))
     for s, decay in ((s40, 36e9), (s100, 90e9)):
@@ -114,26 +114,26 @@ def test_the_runs_of_the_sps_paper_decay_and_are_evaluated_as_its_official_code_
     assert 'config/${m}_s.py --max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'docs/sps.md').read_text()  # 20M tokens
 
 
-def test_settings_that_only_the_files_model_has_are_left_out_for_another_model():
+def test_model_settings_of_a_config_file_are_dropped_for_another_model():
     _, _, given = load_settings(train.Settings, ['config/gpn_quick.py', '--model=standard'],
                                 config_of=model_config_class)
     assert given['model'] == 'standard' and 'learning_rate' in given and 'd_emb' not in given
 
 
-def test_a_missing_config_file_names_the_nearest_from_where_the_user_stands(tmp_path, monkeypatch):
+def test_a_missing_config_file_suggests_the_nearest_in_any_working_directory(tmp_path, monkeypatch):
     for folder in ('', '..', tmp_path):
         monkeypatch.chdir(ROOT / folder)
         with pytest.raises(UserError, match='did you mean .*config/quickstart.py'):
             load_settings(Example, ['config/quikstart.py'], config_of=model_config_class)
 
 
-def test_printed_commands_run_from_where_the_user_stands(tmp_path, monkeypatch):
+def test_printed_commands_work_in_the_current_directory(tmp_path, monkeypatch):
     assert command('sample.py', 'out/a b', '--x') == "python sample.py 'out/a b' --x"
     monkeypatch.chdir(tmp_path)
     assert command('-m', 'analysis.scores', 'a') == f'PYTHONPATH={os.path.relpath(ROOT)} python -m analysis.scores a'
 
 
-def test_two_dashes_end_the_options():
+def test_double_dash_ends_the_options():
     settings, positional, given = load_settings(Example, ['run', '--count=2', '--', '--text=b', '-h', '--'])
     assert positional == ['run', '--text=b', '-h', '--'] and given == {'count': 2} and settings.text == 'a'
 
@@ -145,7 +145,7 @@ def test_help_lists_every_setting_with_type_default_and_comment(capsys):
     assert exit.value.code == 0
     assert '--count=3  (int)\n        how many' in text and '--limit=None  (int or None)' in text
     assert "--shape='round'  ('round', 'square' or None)" in text
-    assert '--window=None' in text and 'positions of the past' in text  # the model's too
+    assert '--window=None' in text and 'past positions' in text  # model settings, too
 
 
 # ---- numbers out of range ----
@@ -160,27 +160,27 @@ VOCABULARY = dict(vocab_size=320, n_ids=257, eos_id=None)
 
 
 def numbers(cls):
-    """The names of the numeric settings of a dataclass."""
+    """Return the names of the numeric settings of a dataclass."""
     return [name for name, kind in typing.get_type_hints(cls).items() if {int, float} & {kind, *typing.get_args(kind)}]
 
 
 def config_from(model, argv):
-    """The Config of a model from a command line, as train.py makes it."""
+    """Build a model's Config from a command line, as train.py does."""
     _, _, given = load_settings(train.Settings, argv, config_of=model_config_class)
     own = {f.name for f in dataclasses.fields(model_config_class(model))}
     return runs.make_config(model, VOCABULARY | {name: value for name, value in given.items() if name in own})
 
 
-def test_every_number_of_every_script_has_a_range_on_the_command_line():
+def test_every_numeric_script_setting_has_a_range():
     for Settings in SETTINGS.values():
-        load_settings(Settings, [])  # the defaults are inside
+        load_settings(Settings, [])  # the defaults are in range
         for name, value in itertools.product(numbers(Settings), BAD_NUMBERS):
             with pytest.raises(UserError, match=name):
                 print(name, value, load_settings(Settings, [f'--{name}={value}']))
 
 
 @pytest.mark.parametrize('model', MODELS)
-def test_every_number_of_every_model_has_a_range_on_the_command_line(model):
+def test_every_numeric_model_setting_has_a_range(model):
     config_from(model, [f'--model={model}'])
     for name, value in itertools.product(numbers(model_config_class(model)), BAD_NUMBERS):
         with pytest.raises(UserError, match=name):
@@ -189,7 +189,7 @@ def test_every_number_of_every_model_has_a_range_on_the_command_line(model):
 
 @pytest.mark.parametrize('option', ['--threads=0', '--eval_tokens=-5', '--block_size=0', '--beta1=1',
                                     '--decay_fraction=1.5', '--keep_checkpoints=1', '--shard=1'])
-def test_values_that_end_in_a_crash_are_out_of_range(option):
+def test_values_that_would_crash_are_rejected(option):
     with pytest.raises(UserError, match='expected'):
         load_settings(train.Settings, [option])
 
@@ -198,7 +198,7 @@ def test_values_that_end_in_a_crash_are_out_of_range(option):
 
 @pytest.mark.parametrize('place', ['model', 'settings', 'model_config', 'data', 'settings.block_size',
                                    'data.tokenizer', 'data.n_ids', 'data.eos_id', 'data.sha256'])
-def test_what_config_json_must_have_is_named_where_it_is_missing(tmp_path, place):
+def test_missing_or_bad_fields_of_config_json_are_named(tmp_path, place):
     record = {'model': 'standard', 'settings': {'block_size': 32, 'eval_seed': None}, 'model_config': {},
               'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': ''}, 'versions': {}}
     (tmp_path / 'config.json').write_text(json.dumps(record))
@@ -213,8 +213,8 @@ def test_what_config_json_must_have_is_named_where_it_is_missing(tmp_path, place
 
 
 @pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])
-def test_nextlats_tasks_have_the_parameters_that_the_paper_states(name, n_ids, whole, p_psi):
-    """A5: of the Transformer without embedding and head, and of p_psi. Manhattan: GPT's, with them."""
+def test_nextlat_task_models_have_the_papers_parameter_counts(name, n_ids, whole, p_psi):
+    """A5 counts the blocks and p_psi, Manhattan the whole GPT with embedding and head."""
     config = importlib.import_module(f'config.nextlat.{name}')
     own = {f.name for f in dataclasses.fields(model_nextlat.Config)} & vars(config).keys()
     of_data = dict(vocab_size=padded_vocab(n_ids), n_ids=n_ids, eos_id=None)

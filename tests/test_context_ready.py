@@ -1,4 +1,4 @@
-"""Context-Ready against its paper: eq. 1 to 5 written out, Lemma 1, backpropagation through time, conversion."""
+"""Context-Ready against its paper: eq. 1 to 5, Lemma 1, BPTT, and conversion."""
 import copy
 import csv
 import importlib
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_sentence, attended, run, succeeded, train_tiny
+from conftest import assert_sentence, rotary_attention, run, succeeded, train_tiny
 from test_models import from_config_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,7 +44,7 @@ def tokens(B=3, T=12):
     return idx
 
 
-# ---- the paper, step by step, in the dtype of the weights ----
+# ---- the equations of the paper, in the dtype of the weights ----
 
 def norm(x, layer):
     mean = x.mean(-1, keepdim=True)
@@ -58,9 +58,9 @@ def ffn(x, up, down):
 
 
 def block_output(model, entered, t, row_start, masks):
-    """Eq. 3 at position t, given what entered the blocks at positions 0 ... t, each (B, C); returns z_t.
+    """Return z_t (eq. 3) from the block inputs at positions 0 ... t, each (B, C).
 
-    Everything below t is computed again, so nothing is cached that could be wrong.
+    Recomputes all positions up to t instead of using a cache.
     """
     c, position, h = model.config, torch.arange(t + 1), torch.stack(entered[:t + 1], 1)
     starts = torch.tensor([row[:t + 1] for row in row_start])
@@ -69,7 +69,7 @@ def block_output(model, entered, t, row_start, masks):
     for i, block in enumerate(model.blocks):
         of_attention, of_ffn = masks[1 + 2 * i:3 + 2 * i, :t + 1].transpose(1, 2)
         qkv = (norm(h, block.attn_norm) @ block.qkv.weight.T + block.qkv.bias).unflatten(-1, (3, c.n_head, -1))
-        mixed = attended(qkv, position, seen, c.rope_theta)
+        mixed = rotary_attention(qkv, position, seen, c.rope_theta)
         h = h + of_attention * (mixed @ block.attn_out.weight.T + block.attn_out.bias)
         h = h + of_ffn * ffn(norm(h, block.ffn.norm), block.ffn.up, block.ffn.down)
     return h[:, t]
@@ -85,7 +85,7 @@ def correction(model, z, e):
 
 
 def document_starts(model, idx):
-    """For each row and position the first position of its document."""
+    """Return the first position of the document for each row and position."""
     is_end = (idx == EOS) & (model.config.eos_id is not None)
     return [[max([0, *(s + 1 for s in range(t) if row[s])]) for t in range(len(row))] for row in is_end.tolist()]
 
@@ -95,7 +95,7 @@ def no_dropout(model, idx):
 
 
 def streamed(model, idx, masks=None):
-    """Algorithm 1: z (B, T, C). masks: factors of dropout (1 + 2 n_layer, T, B, C)."""
+    """Algorithm 1: z (B, T, C). masks: dropout factors (1 + 2 n_layer, T, B, C)."""
     e, row_start, entered, zs = model.embed.weight[idx], document_starts(model, idx), [], []
     masks = no_dropout(model, idx) if masks is None else masks
     for t in range(idx.shape[1]):
@@ -141,20 +141,20 @@ def assert_same_gradients(have, want, tolerance):
 
 
 @cases
-def test_unrolls_and_streaming_are_the_papers(variant, layout):
+def test_unrolls_and_streaming_equal_the_papers_equations(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
     want = gradients(model, nll(model, unrolled(model, idx, 3), targets))
     assert_same_gradients(gradients(model, model(idx, targets)['loss']), want, 1e-8)
     want = norm(streamed(model, idx), model.norm) @ model.head.weight.T
-    assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # where prefill stops
+    assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # the tolerance of prefill
 
 
 @pytest.mark.parametrize('variant', ['add', 'extra_ffn'])
 def test_a_roformer_is_one_unroll_without_a_correction(variant):
     model, idx = make(variant=variant, K=1, eos_id=EOS, window=3).double(), tokens(T=8)
     z = unrolled(model, idx, 1)
-    if variant == 'extra_ffn':  # one more residual feed-forward net before the final norm
+    if variant == 'extra_ffn':  # one more residual feed-forward layer before the final norm
         z = z + ffn(norm(z, model.extra.norm), model.extra.up, model.extra.down)
     want = norm(z, model.norm) @ model.head.weight.T
     assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-8
@@ -162,7 +162,7 @@ def test_a_roformer_is_one_unroll_without_a_correction(variant):
 
 
 @cases
-def test_streaming_is_T_plus_1_unrolls_and_k_of_them_are_exact_below_k(variant, layout):
+def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_position_k(variant, layout):
     model, idx = make(variant=variant, **layout), tokens(T=16)
     with torch.no_grad():
         cache = model.new_cache(3, 16)
@@ -181,7 +181,7 @@ def test_streaming_is_T_plus_1_unrolls_and_k_of_them_are_exact_below_k(variant, 
 
 @pytest.mark.parametrize('scan', FORMS)
 @cases
-def test_bptt_is_autograd_through_the_plain_loop(variant, layout, scan):
+def test_bptt_equals_autograd_through_the_plain_loop(variant, layout, scan):
     model, idx = make(variant=variant, bptt=True, scan=scan, segment_len=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
     want = nll(model, streamed(model, idx), targets)
@@ -192,7 +192,7 @@ def test_bptt_is_autograd_through_the_plain_loop(variant, layout, scan):
 
 @pytest.mark.parametrize('values', [dict(n_layer=1, n_head=4, n_embd=64, window=38),
                                     dict(variant='concat', eos_id=EOS)], ids=str)
-def test_the_fast_form_is_the_loop_over_long_windows_too(values):
+def test_the_fast_scan_equals_the_loop_over_long_windows(values):
     idx = torch.randint(0, 60, (2, 114), generator=torch.Generator().manual_seed(0))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
         loop, scan = (make(bptt=True, scan=scan, **values).to(dtype) for scan in FORMS)
@@ -202,11 +202,11 @@ def test_the_fast_form_is_the_loop_over_long_windows_too(values):
 
 
 @pytest.mark.parametrize('scan', [None, *FORMS])
-def test_dropout_is_fresh_in_every_unroll_and_at_every_position_and_bptt_exact_for_it(scan, monkeypatch):
-    """On what enters the blocks and on both branches of each: masks of 0 and 1 / (1 - p), no two alike."""
+def test_dropout_masks_are_independent_and_bptt_is_exact_with_dropout(scan, monkeypatch):
+    """Dropout is on the block inputs and both residual branches: no two masks are equal."""
     values = dict(bptt=True, scan=scan, segment_len=3) if scan else {}
     model, idx = make(dropout=0.5, window=3, **values).double().train(), tokens(T=8)
-    masks, dropout = [], F.dropout  # all that are drawn, in order
+    masks, dropout = [], F.dropout  # all masks in the order drawn
 
     def recorded(x, p, training=True):
         mask = dropout(torch.ones_like(x), p, training)
@@ -218,12 +218,12 @@ def test_dropout_is_fresh_in_every_unroll_and_at_every_position_and_bptt_exact_f
     assert len(masks) == n and all(set(mask.unique().tolist()) == {0.0, 2.0} for mask in masks)
     assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
     if scan:
-        have = gradients(model, loss)  # the loop draws the same again
+        have = gradients(model, loss)  # the backward of the loop draws them again
         drawn = torch.stack([mask.view(3, 16) for mask in masks[:n]]).unflatten(0, (8, 5)).transpose(0, 1)
         assert_same_gradients(have, gradients(model, nll(model, streamed(model, idx, drawn), idx)), 1e-8)
 
 
-def test_the_loops_backward_recomputes_each_position_instead_of_keeping_it():
+def test_the_backward_of_the_loop_recomputes_each_position():
     model, positions = make(bptt=True, scan='loop', window=3, segment_len=4), []
     model.blocks[0].register_forward_pre_hook(lambda block, inputs: positions.append(inputs[0].shape[1]))
     z = model.stream(tokens(T=10))
@@ -233,7 +233,7 @@ def test_the_loops_backward_recomputes_each_position_instead_of_keeping_it():
 
 
 @pytest.mark.parametrize('scan', FORMS)
-def test_autocast_does_not_reach_streaming(scan):
+def test_streaming_ignores_autocast(scan):
     model, idx, found = make(bptt=True, scan=scan), tokens(), []
     for enabled in (False, True):
         with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
@@ -246,7 +246,7 @@ def test_autocast_does_not_reach_streaming(scan):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 @pytest.mark.parametrize('dropout', [0.0, 0.3])
-def test_cuda_graphs_of_the_scan_accumulate_gradients_and_read_the_weights_as_they_are_now(dropout):
+def test_cuda_graphs_accumulate_gradients_and_use_the_current_weights(dropout):
     model, idx = make(bptt=True, dropout=dropout, window=3).cuda().train(), tokens().cuda()
 
     def accumulated(graphs):
@@ -255,7 +255,7 @@ def test_cuda_graphs_of_the_scan_accumulate_gradients_and_read_the_weights_as_th
             torch.manual_seed(3)
             model.nll(fast.stream(model, x, graphs), x).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters()}
-    for _ in range(3):  # from the second time on by replay alone
+    for _ in range(3):  # after the first time, graphs are only replayed
         assert_same_gradients(accumulated(graphs=True), accumulated(graphs=False), 1e-4)
         with torch.no_grad():
             for p in model.parameters():
@@ -264,7 +264,7 @@ def test_cuda_graphs_of_the_scan_accumulate_gradients_and_read_the_weights_as_th
 
 # ---- unrolls in training ----
 
-def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():
+def test_the_number_of_unrolls_is_uniform_from_k_min_to_K():
     model, fixed, drawn = make(K=5, k_min=2), make(K=5), []
     for step in range(400):
         model.begin_step(random.Random(f'1337 {step}'))
@@ -274,8 +274,8 @@ def test_a_step_draws_its_unrolls_uniformly_from_k_min_to_K():
     assert fixed.n_unrolls == 5
 
 
-def test_a_step_of_one_unroll_still_has_gradients_of_the_network():
-    """Of 0, on one process as on several, where DDP makes them: without them AdamW would skip the network."""
+def test_one_unroll_gives_the_correction_network_zero_gradients():
+    """Otherwise AdamW would skip the network on one process, but not with DDP."""
     model, idx = make(K=3, k_min=1).train(), tokens()
     model.n_unrolls = 1
     grads = gradients(model, model(idx, idx)['loss'])
@@ -284,7 +284,7 @@ def test_a_step_of_one_unroll_still_has_gradients_of_the_network():
 
 
 @pytest.mark.parametrize('values', [dict(), *(dict(bptt=True, scan=scan) for scan in FORMS)], ids=str)
-def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout(values):
+def test_evaluation_always_uses_K_unrolls_without_dropout(values):
     model, idx = make(K=5, dropout=0.5, **values), tokens()
     model.n_unrolls = 2
     exact = copy.deepcopy(model).double()
@@ -294,7 +294,7 @@ def test_evaluation_unrolls_to_K_whatever_was_drawn_and_without_dropout(values):
 
 # ---- prefill ----
 
-def test_parallel_prefill_unrolls_until_nothing_changes_and_padding_costs_nothing():
+def test_parallel_prefill_unrolls_to_convergence_and_ignores_padding():
     model, idx = make(), tokens(T=60)
 
     def n_unrolls(idx, lengths=None):
@@ -304,7 +304,7 @@ def test_parallel_prefill_unrolls_until_nothing_changes_and_padding_costs_nothin
 
     all_tokens, three = n_unrolls(idx), n_unrolls(idx[:, :3])
     assert 3 < all_tokens <= 61 and n_unrolls(F.pad(idx[:, :3], (0, 37), value=7), torch.tensor([3, 3, 3])) == three
-    with torch.autocast('cpu', torch.bfloat16):  # stops at its rounding
+    with torch.autocast('cpu', torch.bfloat16):  # stops at bf16 precision
         assert n_unrolls(idx) < 40
     model.config.prefill_tol = 0.1
     assert n_unrolls(idx) < all_tokens
@@ -314,7 +314,7 @@ def test_parallel_prefill_unrolls_until_nothing_changes_and_padding_costs_nothin
 
 @pytest.mark.parametrize('variant', ['add', 'concat', 'token_blind'])
 @pytest.mark.parametrize('block', ['gpt', 'llama'])
-def test_a_converted_model_is_its_source(variant, block):
+def test_a_converted_model_has_the_logits_of_its_source(variant, block):
     values = dict(eos_id=EOS, window=5) | (dict(n_kv_head=1, qk_norm=True, tied_head=True) if block == 'llama' else {})
     source = make(model_standard, **values, norm_eps=1e-5) if block == 'llama' else make(K=1, **values)
     model, weights = make(variant=variant, block=block, **values), dict(source.named_parameters())
@@ -333,8 +333,8 @@ def test_a_converted_model_is_its_source(variant, block):
 # ---- compiling ----
 
 @pytest.mark.slow
-def test_a_compiler_ends_the_unrolls_where_attention_is_in_the_graph(monkeypatch):
-    """As on a GPU. Compiled, a generator runs to its end, and that of the unrolls has none."""
+def test_compiled_unrolls_end_when_attention_is_in_the_graph(monkeypatch):
+    """Compiled code runs a generator to its end, but the generator of unrolls is infinite."""
     def dense_mask(sees, T, head_size, device, doc_start):
         return attn_kernels.Mask('dense', attn_kernels._whole_mask(sees, T, doc_start, (0,), (0,), device))
     monkeypatch.setattr(model_context_ready, 'make_mask', attn_kernels.outside_graphs(dense_mask))
@@ -364,7 +364,7 @@ def test_flops_count_the_unrolls():
     assert flops(K=1, variant='extra_ffn') == 6 * (blocks + network + head)
 
 
-def test_the_contraction_estimates_are_those_of_the_formula():
+def test_contraction_estimates_equal_the_formula():
     model, idx = make(K=4), tokens(5, 12)
     moves = [analysis.context_ready.measure(model, part, part)[1] for part in (idx[:2], idx[2:])]
     found = analysis.context_ready.contraction(torch.cat(moves, 1))
@@ -372,11 +372,12 @@ def test_the_contraction_estimates_are_those_of_the_formula():
         e, _, starts, _ = model.prepare(idx)
         zs = [z for _, z in zip(range(4), model.iterates(idx))]
         second, third, fourth = [model.correct(F.pad(z, (0, 0, 1, 0))[:, :-1], e, starts) for z in zs[1:]]
-    after, before = ((a - b)[:, 2:].norm(dim=-1) for a, b in ((fourth, third), (third, second)))  # exact before
+    # the first two positions are exact
+    after, before = ((a - b)[:, 2:].norm(dim=-1) for a, b in ((fourth, third), (third, second)))
     pooled, single = (after.square().sum(0) / before.square().sum(0)).sqrt().max(), (after / before).flatten()
     want = [pooled, single.max(), *single.quantile(torch.tensor([0.5, 0.9, 0.99]))]
     assert [*found.values()] == pytest.approx([*map(float, want)], abs=6e-4) and len(set(found.values())) == 5
-    one_small_token = torch.tensor([[[1e-3], [0]], [[1e-3], [0]], [[1e-3], [1e3]]])  # among all, none moves
+    one_small_token = torch.tensor([[[1e-3], [0]], [[1e-3], [0]], [[1e-3], [1e3]]])
     for none in torch.zeros(3, 2, 4), one_small_token:
         assert set(analysis.context_ready.contraction(none).values()) == {''}
 
@@ -384,7 +385,7 @@ def test_the_contraction_estimates_are_those_of_the_formula():
 @pytest.mark.parametrize('values', [
     dict(), dict(n_ffn=24), dict(K=1), dict(K=1, variant='extra_ffn'), dict(variant='concat'), dict(variant='tied'),
     dict(variant='block_head'), dict(block='llama', n_head=4, n_kv_head=2, head_size=6, n_ffn=24)])
-def test_costs_are_the_products_and_the_cache_of_one_token(values, monkeypatch):
+def test_costs_equal_the_flops_and_the_cache_of_one_token(values, monkeypatch):
     model = make(**values)
     c, e = model.config, torch.zeros(1, 1, model.config.n_embd)
     monkeypatch.setattr(model_context_ready, 'rotate', lambda x, rope: x)
@@ -403,12 +404,12 @@ def test_costs_are_the_products_and_the_cache_of_one_token(values, monkeypatch):
     ('pointer_d1', 50_000, 64, 338, 100), ('pointer_wave', 23_000, 64, 338, 100),
     ('pointer_20_hops', 10_000, 64, 658, 100), ('owt_d1_c2048_t512', 200_000, 64, 512, 1000),
     ('owt_n6_c1088_t512', 200_000, 64, 512, 1000), ('owt_d1_c2048_t1024', 200_000, 32, 1024, 1000)])
-def test_a_config_has_the_papers_steps(name, steps, batch_size, T, warmup):
+def test_configs_have_the_papers_steps_and_batches(name, steps, batch_size, T, warmup):
     config = importlib.import_module(f'config.context_ready.{name}')
     assert (config.batch_size, config.block_size) == (batch_size, T)
     assert (config.max_tokens, config.warmup_tokens) == (steps * batch_size * T, warmup * batch_size * T)
     if name.startswith('pointer'):
-        assert open_data(config.data).n_windows('val', T) == 256  # raises where a row is longer or shorter
+        assert open_data(config.data).n_windows('val', T) == 256  # raises if rows have another length
 
 
 @pytest.mark.slow
@@ -422,7 +423,7 @@ def test_a_run_is_converted_and_analysed(tiny_data, tmp_path):
     by_itself = succeeded(run('train.py', 'config/context_ready/context_ready_finetune.py', finetune[-1],
                               f'--data={tiny_data}', '--block_size=32', '--device=cpu', '--dry_run'))
     assert '32 = ' in by_itself.stdout  # shape and documents: the run's
-    assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3'), 'cannot become this model')
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3'), 'cannot be converted')
     analysis.context_ready.main([*found, f'--out={tmp_path / "depths"}', '--tokens=640'])
     assert (tmp_path / 'depths.png').exists()
     plain, ready = csv.DictReader(open(tmp_path / 'depths.csv'))

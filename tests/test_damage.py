@@ -1,8 +1,8 @@
-"""One flipped bit, at a random place of each file of a run: detected in checkpoints, never a traceback elsewhere."""
+"""One flipped bit in a file of a run: detected in checkpoints, no traceback elsewhere."""
 import shutil
 
 import pytest
-from conftest import assert_sentence, flips, run
+from conftest import assert_sentence, bit_flips, run
 
 from common import checkpoint, runs
 from common.files import UserError
@@ -12,17 +12,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize('name', ['model.safetensors', 'optimizer.safetensors', 'state.json', 'SHA256SUMS'])
-def test_a_flipped_bit_in_a_checkpoint_is_found_and_the_one_before_is_used(tiny_run, tmp_path, name):
+def test_a_flipped_bit_in_a_checkpoint_falls_back_to_the_previous_one(tiny_run, tmp_path, name):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     newest, before = map(checkpoint.step_of, checkpoint.checkpoints(out)[:2])
-    for place in flips(out / f'ckpt/step_{newest:08d}' / name, 25):
+    for place in bit_flips(out / f'ckpt/step_{newest:08d}' / name, 25):
         assert checkpoint.load_checkpoint(out, moments=True)[0]['step'] == before, place
     assert checkpoint.load_checkpoint(out, moments=True)[0]['step'] == newest
 
 
 @pytest.mark.parametrize('name', ['config.json', 'log.jsonl'])
-def test_a_run_with_a_flipped_bit_continues_or_says_why_not(tiny_run, tmp_path, name):
-    for place in flips(tiny_run / name, 50):
+def test_resuming_with_a_flipped_bit_works_or_gives_a_clear_error(tiny_run, tmp_path, name):
+    for place in bit_flips(tiny_run / name, 50):
         out = shutil.copytree(tiny_run, tmp_path / 'run')
         shutil.rmtree(out / 'ckpt/step_00000020')
         before = (out / 'log.jsonl').read_bytes()
@@ -39,8 +39,8 @@ def test_verify_finds_a_flipped_bit_in_a_shard(tiny_data, tmp_path):
     data = shutil.copytree(tiny_data, tmp_path / 'data')
     shards = [*data.glob('*.bin')]
     for shard in shards:
-        for place in flips(shard, -(-100 // len(shards))):
+        for place in bit_flips(shard, -(-100 // len(shards))):
             with pytest.raises(UserError, match=shard.name):
                 Data(data).verify()
-                raise AssertionError(f'{place} was not found')
+                raise AssertionError(f'{place} was not detected')
     Data(data).verify()

@@ -1,4 +1,4 @@
-"""Data folders: what is written, the order it is read in, and the sentence when it is damaged."""
+"""Data folders: writing, training order, validation windows, and damaged files."""
 import json
 import re
 import shutil
@@ -26,7 +26,7 @@ def test_padded_vocabulary_leaves_a_free_row():
 # ---- the order of training ----
 
 def feistel(i, n, keys):
-    """Where the permutation puts one index, in Python's numbers."""
+    """Permute one index, in plain Python integers."""
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
@@ -42,8 +42,8 @@ def feistel(i, n, keys):
 
 @pytest.mark.parametrize('n, first', [(1, 0), (7, 3), (1000, 980), (3_000_000_001, 5_999_999_990),
                                       (2 ** 41 + 1, 2 ** 41 - 20)])
-def test_the_order_of_training_is_a_feistel_network_of_each_epoch(n, first):
-    numbers = np.arange(first, first + 40)  # of several epochs
+def test_training_order_is_a_feistel_permutation_of_each_epoch(n, first):
+    numbers = np.arange(first, first + 40)  # in several epochs
     windows, own = shuffled(numbers, n, seed=5)
     for i, window, number in zip(numbers.tolist(), windows.tolist(), own.tolist()):
         *keys, want = epoch_keys(5, i // n)
@@ -56,7 +56,7 @@ def test_an_epoch_reads_every_window_once(tiny_data):
     whole = shard_ids(tiny_data, 'train')
     assert n_shards > 2 and len(whole) == d.splits['train']['bytes'] + d.splits['train']['documents']
     windows = np.lib.stride_tricks.sliding_window_view(whole.astype(np.int64), T + 1)
-    start_of = {window.tobytes(): start for start, window in reversed([*enumerate(windows)])}  # the first of equal ones
+    start_of = {window.tobytes(): start for start, window in reversed([*enumerate(windows)])}  # the first one
     orders, offsets = [], []
     for epoch in range(2):
         idx, targets = d.train_batch(epoch, n, T, seed=5)
@@ -69,7 +69,7 @@ def test_an_epoch_reads_every_window_once(tiny_data):
 
 # ---- validation ----
 
-def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_data):
+def test_validation_windows_are_random_with_a_seed_and_in_order_without(tiny_data):
     d, T, n = Data(tiny_data), 32, 200
     whole = shard_ids(tiny_data, 'val').astype(np.int64)
     idx, targets = d.val_batch(range(n), T, seed=42)
@@ -78,7 +78,7 @@ def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_dat
     found = [starts[row.tobytes()] for row in torch.cat([idx, targets[:, -1:]], 1).numpy()]
     assert len({i % T for i in found}) > T // 2 and len(set(found)) < n  # with replacement
     assert max(found) - min(found) > 0.9 * (len(whole) - T)
-    assert torch.equal(d.val_batch([7, 3], T, seed=42)[0], idx[[7, 3]])  # whoever reads them
+    assert torch.equal(d.val_batch([7, 3], T, seed=42)[0], idx[[7, 3]])  # does not depend on the other windows read
     assert not torch.equal(d.val_batch(range(n), T, seed=43)[0], idx)
     in_order = d.val_batch(range(3), T)[0]
     assert in_order.flatten().tolist() == whole[:3 * T].tolist()
@@ -86,7 +86,7 @@ def test_validation_windows_lie_at_random_offsets_by_a_seed_or_in_order(tiny_dat
 
 @pytest.mark.parametrize('n_tokens, seed, n', [(320, 42, 10), (320, None, 10), (10 ** 7, 42, None), (None, 42, None),
                                                (0, None, 1)])
-def test_a_validation_loss_is_of_so_many_tokens_or_of_all_in_order_if_there_are_fewer(tiny_data, n_tokens, seed, n):
+def test_validation_reads_eval_tokens_or_the_whole_split_in_order(tiny_data, n_tokens, seed, n):
     d, T, seen = Data(tiny_data), 32, []
 
     def model(idx, targets):
@@ -99,15 +99,15 @@ def test_a_validation_loss_is_of_so_many_tokens_or_of_all_in_order_if_there_are_
         assert seen == d.val_batch(range(n), T, seed)[0].tolist() and n_counted == n * T
         mean = np.mean(seen)
         assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
-    else:  # all that follow another one, the short window at the end included
+    else:  # every token but the first, including the last, shorter window
         n_all = d.splits['val']['tokens']
         whole = shard_ids(tiny_data, 'val').tolist()
         assert sum(seen, [])[:n_all] == whole and set(sum(seen, [])[n_all:]) == {256} and n_counted == n_all - 1
 
 
 @pytest.mark.parametrize('eos_id', [None, 256])
-def test_a_validation_loss_is_of_the_same_tokens_for_every_block_size(tiny_data, eos_id):
-    """A bigram model, whose predictions do not depend on the window, has one loss for all of them."""
+def test_validation_loss_does_not_depend_on_block_size(tiny_data, eos_id):
+    """A bigram model must have one loss, because its predictions do not depend on the window."""
     d, table = Data(tiny_data), torch.randn(257, 257).log_softmax(1)
 
     def model(idx, targets):
@@ -131,8 +131,8 @@ def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash():
     assert 1.5e6 < n_bytes['train'] < 4e6 and n_bytes['val'] > 3e4
 
 
-def test_runs_that_start_at_once_build_data_once(tiny_data, tmp_path, monkeypatch):
-    """One holds the lock and builds, the other waits and then reads the same data."""
+def test_concurrent_runs_build_data_once(tiny_data, tmp_path, monkeypatch):
+    """A second run waits for the lock and then reads the data built by the first."""
     monkeypatch.setattr(data, 'BUILT', tmp_path)
     monkeypatch.setattr(python_docs, 'documents', lambda: (pytest.fail('built twice') for _ in range(1)))
     lock = filelock.FileLock(tmp_path / '.lock')
@@ -153,9 +153,9 @@ def copy(tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize('content, sentence', [
-    (b'short', '{shard} has 5 bytes, meta.json says'), (None, '{shard} is missing'),
-    ('other', '{shard} does not match its checksum'), ('other', 'holds id 65535, but its tokenizer has only 257 ids')])
-def test_a_damaged_shard_is_a_sentence(copy, content, sentence):
+    (b'short', '{shard} has 5 bytes, expected'), (None, '{shard} is missing'),
+    ('other', '{shard} does not match its checksum'), ('other', 'contains id 65535, but its tokenizer has 257 ids')])
+def test_a_damaged_shard_gives_a_clear_error(copy, content, sentence):
     shard = copy / 'train_00001.bin'
     size = shard.stat().st_size
     shard.unlink()
@@ -168,7 +168,7 @@ def test_a_damaged_shard_is_a_sentence(copy, content, sentence):
 
 @pytest.mark.parametrize('name, value', [('n_ids', 0), ('eos_id', 257), ('dtype', 'int8'), ('tokenizer', '../byte'),
                                          ('splits', {}), ('splits', [1]), ('tokenizer', None)])
-def test_a_wrong_value_in_meta_json_is_a_sentence(copy, name, value):
+def test_a_bad_value_in_meta_json_gives_a_clear_error(copy, name, value):
     meta = json.loads((copy / 'meta.json').read_text())
     (copy / 'meta.json').write_text(json.dumps(meta | {name: value}))
     with pytest.raises(UserError, match='meta.json is damaged'):
@@ -184,7 +184,7 @@ def test_writing_never_replaces_data_and_is_all_or_nothing(tiny_data, tmp_path):
     byte = load_tokenizer('byte')
     with pytest.raises(UserError, match='exists: remove it first'):
         writing.write_data(tiny_data, byte, [('train', 'a'), ('val', 'b')])
-    with pytest.raises(UserError, match='bytes of text in its split train and 0 in val'):
+    with pytest.raises(UserError, match='bytes of text, val 0'):
         writing.write_data(tmp_path / 'x', byte, [('train', 'a')])
     with pytest.raises(KeyboardInterrupt):
         writing.write_data(tmp_path / 'x', byte, interrupted())

@@ -1,4 +1,4 @@
-"""The commands on the pages name scripts, modules, configs and options that exist."""
+"""Commands in the documentation use scripts, modules, configs and options that exist."""
 import re
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Edited models: GPN with one equation changed, running step by step, and nanoGPT's shape under Standard's loss."""
+"""Edited models: GPN with one equation changed, and nanoGPT as a variant of Standard."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ EDITS = 'GateAtOne', 'PredictionNotCarried', 'KeyFromThisState', 'NoWriteGate', 
 
 
 def edited(name, **values):
-    """The float64 model of test_gpn with one of the edits, and windows of ids."""
+    """Return test_gpn's float64 model with one of the edits, and windows of ids."""
     model, idx = make(**values)
     other = runs.model_file(f'gpn.{name}').Model(model.config).double()
     other.load_state_dict(model.state_dict())
@@ -21,7 +21,7 @@ def edited(name, **values):
 
 
 def one_step(m, edit, u, s, g, memory):
-    """The paper's equations 4 to 11 with one of them edited, one head and one row at a time."""
+    """Apply the paper's equations 4 to 11, one of them edited, to one row, head by head."""
     def norm(x):
         return x / (x.square().mean() + 1e-6).sqrt()
 
@@ -49,7 +49,7 @@ def one_step(m, edit, u, s, g, memory):
 
 
 @pytest.mark.parametrize('name', EDITS)
-def test_a_subclass_is_the_papers_equations_with_one_edited(name):
+def test_each_subclass_changes_one_equation_of_the_paper(name):
     model, idx = edited(name, scan='loop')
     with torch.no_grad():
         states = model.states(idx[:, :6])
@@ -61,7 +61,7 @@ def test_a_subclass_is_the_papers_equations_with_one_edited(name):
 
 
 @pytest.mark.parametrize('name', EDITS)
-def test_each_edit_runs_step_by_step_and_decoding_follows_it(name):
+def test_edited_models_run_step_by_step_and_decode_correctly(name):
     model, idx = edited(name)
     assert not model.fast
     with torch.no_grad():
@@ -71,11 +71,11 @@ def test_each_edit_runs_step_by_step_and_decoding_follows_it(name):
 
 
 @pytest.mark.parametrize('name', ['gpn.NoSuch', 'gpn.Write', 'standard.NoDecay'])
-def test_a_name_that_no_subclass_has_is_a_sentence(tmp_path, name):
+def test_an_unknown_model_name_gives_a_clear_error(tmp_path, name):
     assert_sentence(run('train.py', f'--model={name}', f'--out_dir={tmp_path}/out'), f'unknown model {name!r}')
 
 
-def test_nanogpts_shape_has_gpt2s_blocks_and_counts_standards_positions():
+def test_the_nanogpt_variant_has_a_tied_head_and_standards_loss():
     torch.manual_seed(0)
     config = dict(n_layer=2, n_head=2, n_embd=16, n_ffn=64, vocab_size=20, n_ids=20, eos_id=None)
     model = runs.model_file('standard.NanoGPT').Model(runs.make_config('standard.NanoGPT', config)).double()

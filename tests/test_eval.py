@@ -1,4 +1,4 @@
-"""eval.py: log-likelihoods against whole-window logits (against lm-eval's own model: test_export.py), local tasks."""
+"""eval.py: scores against full forward passes, and local tasks (vs lm-eval: test_export.py)."""
 import json
 import math
 import random
@@ -26,7 +26,7 @@ from common.lm_eval_adapter import RunLM
 
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
-    """A run of model_standard without documents, as a Llama has none."""
+    """Train model_standard without document masking, as in Llama."""
     out = tmp_path_factory.mktemp('runs') / 'standard'
     succeeded(train_tiny(tiny_data, out, 'config/standard_xs.py', '--eos_id=None'))
     return out
@@ -38,7 +38,7 @@ def eval_lines(folder):
 
 @pytest.fixture(scope='module')
 def benchmarks(tmp_path_factory):
-    """Small files in the form of the benchmarks' own."""
+    """Write small files in the formats of the benchmarks."""
     folder, rng = tmp_path_factory.mktemp('benchmarks'), random.Random(0)
     words = lambda n: ' '.join(''.join(rng.choices('abcdefgh', k=rng.randint(1, 4))) for _ in range(n))
     files = {
@@ -66,8 +66,8 @@ def benchmarks(tmp_path_factory):
 
 @pytest.mark.parametrize('variant', ['standard', 'standard, documents', 'sps', 'reverse_sps', 'gpn'])
 @pytest.mark.parametrize('logits', [2 ** 26, 64 * 40])
-def test_scores_equal_those_of_whole_windows(variant, logits):
-    """Shared contexts, one-token and long continuations, contexts that lose their start."""
+def test_scores_equal_full_forward_log_likelihoods(variant, logits):
+    """Covers shared contexts, one-token and long continuations, and truncated contexts."""
     model, rng, requests = make(variant), random.Random(0), []
     ids = lambda n: [rng.randrange(60) for _ in range(n)]
     for _ in range(12):
@@ -82,14 +82,14 @@ def test_scores_equal_those_of_whole_windows(variant, logits):
         assert abs(want.gather(1, targets[:, None]).sum().item() - nats) < 2e-4
         assert greedy == bool((want.argmax(-1) == targets).all()) and first == bool(want[0].argmax() == targets[0])
     assert scorer.truncated == 2
-    for request, part in ((([1], ids(101)), 'a continuation of 101 tokens does not fit max_length = 100'),
+    for request, part in ((([1], ids(101)), 'a continuation of 101 tokens exceeds max_length = 100'),
                           (([1], []), 'empty context or continuation'), (([], [1]), 'empty context or continuation')):
         with pytest.raises(UserError, match=part):
             scorer.score([([1, 2], [3]), request])
 
 
 @pytest.mark.slow
-def test_answers_end_at_stop_strings_and_batches_differ_in_their_seed(trained):
+def test_answers_end_at_stop_strings_and_sampled_answers_differ(trained):
     model, _ = runs.load_run(trained)
     lm = RunLM(Scorer(model, 32, batch_tokens=64), load_tokenizer('byte'))
     requests = [SimpleNamespace(args=(text, {'until': ['e'], 'max_gen_toks': n}))
@@ -104,8 +104,8 @@ def test_answers_end_at_stop_strings_and_batches_differ_in_their_seed(trained):
 @pytest.mark.parametrize('options, want', [
     ({'max_new_tokens': 7}, (7, 0)), ({'max_gen_toks': 5, 'temperature': 0.5}, (5, 0.5)),
     ({'do_sample': False, 'temperature': 0.5}, (16, 0)), ({'do_sample': True, 'top_k': 0}, (16, 1.0))])
-def test_generation_options_mean_what_lm_eval_says(options, want, monkeypatch):
-    """At least half of the window of 32 tokens is left to the prompt, which loses its start."""
+def test_generation_options_follow_lm_eval(options, want, monkeypatch):
+    """The prompt keeps at least half of the 32-token window and is truncated at its start."""
     asked = []
 
     def generate(model, prompts, n, **given):
@@ -119,8 +119,8 @@ def test_generation_options_mean_what_lm_eval_says(options, want, monkeypatch):
 
 
 @pytest.mark.slow
-def test_any_task_runs_on_files_as_published(trained, tmp_path):
-    """Labels in a file of their own, a task whose splits have names of their own."""
+def test_tasks_run_on_files_as_published(trained, tmp_path):
+    """Covers labels in a separate file and a task with unusual split names."""
     files = {'winogrande': {'sentence': 'a _ b', 'option1': 'c', 'option2': 'd'},
              'mnli': {'premise': 'a', 'hypothesis': 'b', 'label': 1}}
     for name, record in files.items():
@@ -130,7 +130,7 @@ def test_any_task_runs_on_files_as_published(trained, tmp_path):
     result = succeeded(run('eval.py', trained, '--tasks=winogrande,mnli', f'--data_dir={tmp_path}'))
     assert 'winogrande acc' in result.stdout and 'mnli acc' in result.stdout
     assert_sentence(run('eval.py', trained, '--tasks=mmlu', f'--data_dir={tmp_path}'),
-                    'mmlu is a group of lm-eval tasks: with --data_dir, name each of its tasks')
+                    'mmlu is a group of lm-eval tasks: with --data_dir, name the tasks one by one')
 
 
 @pytest.mark.slow
@@ -149,21 +149,21 @@ def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_d
     trained_to = [r['val'] for r in runs.read_log(trained) if 'val' in r][-1]
     assert val['perplexity'] == pytest.approx(math.exp(val['nats_per_token'])) and len(lines) == 3
     assert val['nats_per_token'] == pytest.approx(trained_to, abs=1e-4)
-    info = open_data(str(tiny_data)).splits['val']  # documents are off: eos counts as any token
+    info = open_data(str(tiny_data)).splits['val']  # document masking is off, so eos counts like any token
     assert val['bits_per_byte'] == pytest.approx(val['nats_per_token'] / math.log(2) * info['tokens'] / info['bytes'])
     accuracies = [lines[0]['results'][task][metric] for task, metric in judge.PAPERS['sps'][0].items()]
     assert lines[0]['results']['average']['accuracy'] == pytest.approx(sum(accuracies) / 5)
 
 
 @pytest.mark.slow
-def test_a_score_tells_the_step_of_its_checkpoint(trained, tmp_path):
+def test_scores_record_the_step_of_the_checkpoint(trained, tmp_path):
     out = shutil.copytree(trained, tmp_path / 'run')
     whole = checkpoint.checkpoints(out)[0]
     step, before = map(checkpoint.step_of, checkpoint.checkpoints(out)[:2])
     args, named = ['eval.py', out, '--val', '--device=cpu'], 'val nats_per_token'
-    assert f'by the checkpoint of step {step} of {step}\n' in run(*args).stdout
+    assert f'checkpoint of step {step} of {step}\n' in run(*args).stdout
     shutil.rmtree(whole)
-    assert f'by the checkpoint of step {before} of {step}\n' in run(*args).stdout
+    assert f'checkpoint of step {before} of {step}\n' in run(*args).stdout
     lines = eval_lines(out)
     assert [(line['step'], line['of_steps']) for line in lines] == [(step, step), (before, step)]
     final, unfinished = (line['results']['val']['nats_per_token'] for line in lines)
@@ -176,7 +176,7 @@ def test_a_score_tells_the_step_of_its_checkpoint(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('tasks', ['lambada_first_token',
                                    pytest.param('arc_easy,lambada_openai', marks=pytest.mark.long)])
-def test_processes_share_the_work(trained, benchmarks, tasks):
+def test_two_processes_give_the_scores_of_one(trained, benchmarks, tasks):
     args = [trained, '--val', f'--tasks={tasks}', f'--data_dir={benchmarks}', '--device=cpu', '--dtype=float32']
     for processes in (1, 2):
         succeeded(run('eval.py', *args, processes=processes))
@@ -187,18 +187,18 @@ def test_processes_share_the_work(trained, benchmarks, tasks):
 
 
 @pytest.mark.slow
-def test_bad_input_is_a_sentence(trained, benchmarks, tmp_path):
+def test_bad_input_gives_a_clear_error(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained), 'nothing to do')
     assert_sentence(run('eval.py', trained, '--paper=spss'), "paper is 'spss'")
     assert_sentence(run('eval.py', trained, '--corpus=c5'), "unknown corpus 'c5'")
-    assert_sentence(run('eval.py', trained, '--tasks=arc_eazy'), "no task 'arc_eazy'", 'arc_easy')
+    assert_sentence(run('eval.py', trained, '--tasks=arc_eazy'), "unknown lm-eval task 'arc_eazy'", 'arc_easy')
     assert_sentence(run('eval.py', trained, '--tasks=sciq', f'--data_dir={tmp_path}'), 'no file for sciq')
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', '--limit=0'), 'limit is 0')
 
 
-def test_a_record_of_another_form_and_data_that_are_no_name_are_sentences(trained, tmp_path):
+def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_path):
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
-    with pytest.raises(UserError, match='record 2, is not in the form of lambada_openai'):
+    with pytest.raises(UserError, match='record 2, does not have the fields of lambada_openai'):
         local_records(tmp_path, 'lambada_openai')
     with pytest.raises(UserError, match='no data at True'):
         runs.run_data({'settings': {'data': True}}, None)

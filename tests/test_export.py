@@ -1,4 +1,4 @@
-"""`common.export --to_hf`: every architecture and every kind of tokenizer, loaded by transformers and by lm-eval."""
+"""`common.export --to_hf`: every architecture and tokenizer works in transformers and lm-eval."""
 import dataclasses
 import json
 
@@ -20,7 +20,7 @@ MODELS = ['standard', 'sps', 'context_ready', 'nextlat', 'gpn', 'gdn', 'mtp', 'j
 
 @pytest.fixture(autouse=True, scope='module')
 def code_folder(tmp_path_factory):
-    """Where transformers puts the code of folders, by their names."""
+    """Keep the code that transformers copies from model folders in a temporary folder."""
     from transformers import dynamic_module_utils
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, 'HF_MODULES_CACHE', str(tmp_path_factory.mktemp('modules')))
@@ -28,7 +28,7 @@ def code_folder(tmp_path_factory):
 
 
 def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, **settings):
-    """A run folder with random weights. Returns its model and its tokenizer. ends: ids that end a text."""
+    """Write a run with random weights; return model and tokenizer. ends: ids that end a text."""
     own = load_tokenizer(tokenizer, bos)
     module, sizes = runs.model_file(model), {'n_layer': 2, 'n_embd': 32, 'n_head': 2}
     c = runs.make_config(model, {'vocab_size': padded_vocab(own.n_ids), 'n_ids': own.n_ids, 'eos_id': None,
@@ -45,7 +45,7 @@ def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, *
 
 
 def assert_lm_eval_agrees(folder, model, own, ends=None):
-    """lm-eval's own model, on an exported folder, scores and generates as ours does on the run."""
+    """Check that lm-eval's model on the export scores and generates like ours on the run."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     lm = HFLM(pretrained=str(folder), trust_remote_code=True, device='cpu', dtype='float32', batch_size=2,
@@ -60,14 +60,14 @@ def assert_lm_eval_agrees(folder, model, own, ends=None):
     options = {'until': ['\n'], 'max_gen_toks': 12, 'do_sample': False}
     asked = ask('generate_until', *((text, options) for text in ('a text', 'some words of a', *'Heltwrdi')))
     assert lm.generate_until(asked) == ours.generate_until(asked)
-    lm.add_bos_token = False  # else it scores bos itself, which follows bos in no text
+    lm.add_bos_token = False  # else it also scores bos
     texts = ask('loglikelihood_rolling', ('of some words',), (' Hello  world' * 40,))
     assert lm.loglikelihood_rolling(texts) == pytest.approx(ours.loglikelihood_rolling(texts), rel=1e-5)
 
 
 @pytest.mark.parametrize('name', MODELS)
 def test_every_architecture_runs_in_transformers(tmp_path, name):
-    """Logits, padding on both sides, generation with the model's cache, beam search, and the loss."""
+    """Checks logits, padding on both sides, cached generation, beam search, and the loss."""
     model, own = make_run(tmp_path / 'run', name, eos_id=256 if name == 'sps' else None)
     export.export_run(tmp_path / 'run', tmp_path / name, as_llama=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=name != 'standard')
@@ -84,7 +84,7 @@ def test_every_architecture_runs_in_transformers(tmp_path, name):
         cached, whole = (theirs.generate(idx, max_new_tokens=40, do_sample=False, pad_token_id=256, use_cache=use_cache,
                                          **options) for use_cache in (True, False))
         assert torch.equal(cached, whole)
-    if name != 'standard':  # a Llama lacks the rows that pad our vocabulary
+    if name != 'standard':  # a Llama export drops our vocabulary padding
         targets = torch.cat([idx[:, 1:], torch.full((3, 1), -1)], 1)
         torch.manual_seed(1)
         loss = theirs.eval()(idx, labels=idx).loss
@@ -116,8 +116,8 @@ def tokenizers(tmp_path_factory):
     ('byte', False, None), ('own.json', False, [0, *range(60, 200)]), ('plain.json', True, None),
     ('starts.json', True, None), ('starts.json', False, None), ('bpe.model', False, None), ('bpe.model', True, None),
     ('unigram.model', True, None)])
-def test_every_tokenizer_comes_along(tokenizers, tmp_path, name, bos, ends):
-    """transformers has its ids, its ends and its start of a text, whatever the file's own post-processor does."""
+def test_every_tokenizer_is_exported(tokenizers, tmp_path, name, bos, ends):
+    """Ids, eos and bos are the same, whatever post-processor the tokenizer file has."""
     pytest.importorskip('google.protobuf')
     model, own = make_run(tmp_path / 'run', 'sps', name if name == 'byte' else tokenizers / name, bos, ends)
     export.export_run(tmp_path / 'run', tmp_path / 'hf', as_llama=False)
@@ -125,15 +125,15 @@ def test_every_tokenizer_comes_along(tokenizers, tmp_path, name, bos, ends):
     for text in TEXTS:
         ids = [*own.start, *own.encode(text)]
         assert theirs(text).input_ids == ids
-        for part in (ids, ids[2:]):  # the second may start with a blank, or not
+        for part in (ids, ids[2:]):  # the second may start with a space
             want = theirs.decode(part, skip_special_tokens=True)
             assert want == (own.decode_text(part) if own.decode_text else own.decode(part).decode())
     assert (theirs.eos_token_id, theirs.bos_token_id) == (own.eos_id, own.bos_id if bos else None)
     assert_lm_eval_agrees(tmp_path / 'hf', model, own, ends)
 
 
-def test_gpt2_and_symbols_have_the_same_ids(tmp_path, monkeypatch):
-    """GPT-2's merges are recovered from tiktoken's ranks."""
+def test_exported_gpt2_and_task_tokenizers_give_the_same_ids(tmp_path, monkeypatch):
+    """GPT-2's merges are reconstructed from tiktoken's ranks."""
     from common.hf_tokenizer import byte_level, save_tokenizer
     ranks = {bytes([i]): i for i in range(256)} | {b'ab': 256, b'cd': 257, b'abcd': 258, b' abcd': 259}
     import tiktoken
@@ -146,7 +146,7 @@ def test_gpt2_and_symbols_have_the_same_ids(tmp_path, monkeypatch):
     assert theirs('1,2|3,4/1,2=').input_ids == load_tokenizer(name).encode('1,2|3,4/1,2=')
 
 
-def test_a_chat_template_comes_back(tmp_path):
+def test_the_chat_template_survives_import_and_export(tmp_path):
     from test_llama import make_folder
     make_folder(tmp_path / 'folder', 'Llama 2')
     (tmp_path / 'own.json').write_text(train_tokenizer(TEXTS * 40, 257))
@@ -158,8 +158,8 @@ def test_a_chat_template_comes_back(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'back').chat_template == '{{ messages }}'
 
 
-def test_an_edited_model_is_a_sentence(tmp_path):
+def test_exporting_an_edited_model_gives_a_clear_error(tmp_path):
     make_run(tmp_path / 'run', 'gpn', n_embd=64)
     record = json.loads((tmp_path / 'run/config.json').read_text())
     (tmp_path / 'run/config.json').write_text(json.dumps(record | {'model': 'gpn.NoDecay'}))
-    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/hf'), 'is an edit of a model')
+    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/hf'), 'gpn.NoDecay is a sub')

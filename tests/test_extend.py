@@ -1,4 +1,4 @@
-"""A longer run: --extend goes on from a run before its decay, and is what the whole of it would have been at once."""
+"""--extend continues a run from before its decay, with the result of one long run."""
 import shutil
 
 import pytest
@@ -12,7 +12,7 @@ NUMBERS = ('step', 'tokens', 'loss', 'nll', 'grad_norm', 'lr', 'val')
 
 
 def numbers(folder, up_to=10 ** 9):
-    """What a run's log has of each step, but for times."""
+    """Return the values logged at each step, except times."""
     log = runs.read_log(folder)
     return [{name: record.get(name) for name in NUMBERS} for record in log if record['step'] <= up_to]
 
@@ -28,7 +28,7 @@ def extend(source, out, steps, *more):
     return run('train.py', f'--extend={source}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *more)
 
 
-def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short, tiny_data, tmp_path):
+def test_an_extended_run_equals_a_long_run_bitwise(short, tiny_data, tmp_path):
     succeeded(train_tiny(tiny_data, tmp_path / 'whole', steps=40))
     source = shutil.copytree(short, tmp_path / 'short')
     before = contents(source)
@@ -39,7 +39,7 @@ def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short
     assert record['extend'] == str(source) and record['max_tokens'] == 40 * STEP_TOKENS
     resume = ['train.py', f'--out_dir={tmp_path / "longer"}', '--resume']
     shutil.rmtree(tmp_path / 'longer/ckpt')
-    (tmp_path / 'longer/log.jsonl').unlink()  # killed before it had a checkpoint: it starts from the source again
+    (tmp_path / 'longer/log.jsonl').unlink()  # killed before its first checkpoint: starts from the source again
     assert 'from step 18' in succeeded(run(*resume)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
     shutil.rmtree(source)
@@ -48,11 +48,11 @@ def test_a_run_made_longer_equals_one_that_was_long_from_the_start_bitwise(short
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
 
 
-def test_the_checkpoint_before_the_decay_is_made_and_stays(short):
+def test_the_checkpoint_before_the_decay_is_kept(short):
     assert [path.name[-2:] for path in checkpoint.checkpoints(short)] == ['20', '19', '18']
 
 
-def test_a_constant_run_goes_on_from_its_newest_checkpoint(tiny_data, tmp_path):
+def test_extending_a_constant_schedule_starts_from_the_newest_checkpoint(tiny_data, tmp_path):
     succeeded(train_tiny(tiny_data, tmp_path / 'a', '--schedule=constant', steps=6))
     succeeded(train_tiny(tiny_data, tmp_path / 'whole', '--schedule=constant', steps=9))
     assert 'from step 6' in extend(tmp_path / 'a', tmp_path / 'b', 9).stdout
@@ -60,10 +60,10 @@ def test_a_constant_run_goes_on_from_its_newest_checkpoint(tiny_data, tmp_path):
     assert [loss for loss, *_ in got.values()] == [loss for loss, *_ in want.values()] and len(got) == 9
 
 
-def test_what_cannot_be_made_longer_is_a_sentence(short, tmp_path):
-    assert_sentence(extend(short, tmp_path / 'new', 20), 'has max_tokens = 2560: give --max_tokens, more')
-    assert_sentence(extend(short, short, 40), 'give a new folder, --out_dir=NEW')
-    assert_sentence(extend(short, tmp_path / 'new', 40, '--seed=3'), 'has seed = 1337, but 3 is asked for')
+def test_runs_that_cannot_be_extended_give_a_clear_error(short, tmp_path):
+    assert_sentence(extend(short, tmp_path / 'new', 20), 'has max_tokens = 2560: set --max_tokens to more')
+    assert_sentence(extend(short, short, 40), 'needs a new run folder: add --out_dir=NEW')
+    assert_sentence(extend(short, tmp_path / 'new', 40, '--seed=3'), 'has seed = 1337, but 3 was given')
     early = shutil.copytree(short, tmp_path / 'early')
     shutil.rmtree(early / 'ckpt/step_00000018')
     assert_sentence(extend(early, tmp_path / 'new', 40), 'has no checkpoint from before its decay', 'after step 18')

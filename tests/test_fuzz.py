@@ -1,11 +1,11 @@
-"""Whatever it is given, a script ends with its result or with a sentence.
+"""Fuzzing: on any input, a script ends with a result or with a clear error.
 
-Hypothesis takes a command that works, puts a fault or two into its arguments and into the files that it reads, and
-calls the script's main(argv) in a fork of this process, which spares the imports. What fails: a traceback, a signal,
-ten minutes without an end, and a changed file that is not this command's.
+Hypothesis takes a working command, damages its arguments and input files, and calls the script's
+main(argv) in a fork, to avoid imports. A traceback, a signal, a run of more than ten minutes, or a
+change to a file that is not the command's own fails the test.
 
-    python -m pytest tests/test_fuzz.py                                            the same few inputs each time
-    FUZZ=10000 python -m pytest -n 2 tests/test_fuzz.py --hypothesis-seed=1        10,000 others
+    python -m pytest tests/test_fuzz.py                                       few fixed inputs
+    FUZZ=10000 python -m pytest -n 2 tests/test_fuzz.py --hypothesis-seed=1   10,000 others
 
 Read COMMANDS, then the faults, then `check`.
 """
@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run
+from conftest import contents, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -44,17 +44,17 @@ except ImportError:
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')]
 
-FUZZ = int(os.environ.get('FUZZ', 0))  # inputs, over all scripts; 0: few, and the same each time
-WAIT = 600  # seconds after which a script hangs; an input takes less than one on an idle machine
-MEMORY = 4 * 2 ** 30  # bytes that a script may take beyond those of the imports
-STEPS = 3  # after which training gets a SIGTERM: one that is asked to read 1e18 tokens is no hang
+FUZZ = int(os.environ.get('FUZZ', 0))  # number of inputs over all scripts; 0: a few fixed ones
+WAIT = 600  # seconds until a script counts as hanging; most inputs take less than one
+MEMORY = 4 * 2 ** 30  # bytes that a script may use beyond its imports
+STEPS = 3  # training steps before a SIGTERM, because a run over 1e18 tokens is no hang
 
 TASK = 'path_star:degree=2,length=3,nodes=8,train_rows=20,val_rows=4'
 CONFIG = {'data': 'data', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2, 'max_tokens': 96,
           'warmup_tokens': 16, 'eval_interval': 2, 'eval_tokens': 32, 'log_interval': 1, 'save_interval': 2,
           'sample_tokens': 2, 'threads': 1, 'device': 'cpu', 'dtype': 'float32'}
 PREPARE = '--tokenizer=byte --val_share=0.3 --workers=1'
-COMMANDS = {  # script and what it does: its share of the inputs, and commands that work in the folder `base` makes
+COMMANDS = {  # name: share of the inputs, and working commands in the folder that `base` makes
     'train': (0.33, ['config.py --out_dir=new --dry_run',
                      'config.py --out_dir=new --dry_run --init_from=standard',
                      f'config.py --out_dir=new --dry_run --data={TASK} --block_size=17',
@@ -77,14 +77,14 @@ COMMANDS = {  # script and what it does: its share of the inputs, and commands t
                                f'texts.jsonl --out_dir=new {PREPARE} --shard_tokens=200 --max_tokens=100']),
     'analysis.tables': (0.03, ['standard nextlat --out=figure']),
 }
-OWN = {'train', 'eval'}  # they may change the runs that they name
+OWN = {'train', 'eval'}  # may change the runs in their arguments
 
 
-# ---- a folder in which the commands work ----
+# ---- a folder for the commands ----
 
 @pytest.fixture(scope='module')
 def base(tmp_path_factory):
-    """Runs of three steps, a Llama, token data, texts, prompts, a config."""
+    """Make runs of three steps, a Llama, token data, texts, prompts and a config."""
     folder = tmp_path_factory.mktemp('fuzz') / 'base'
     texts = [f'text {i} of some words' for i in range(40)]
     records = ''.join(json.dumps({'id': str(i), 'text': text}) + '\n' for i, text in enumerate(texts))
@@ -104,7 +104,7 @@ def base(tmp_path_factory):
 
 
 def must_work(folder, command: str) -> None:
-    """Run a command in this process and in the folder."""
+    """Run a command in the folder, in this process."""
     before = os.getcwd()
     os.chdir(folder)
     result = run('-m', *command.split())
@@ -120,22 +120,22 @@ TEXTS = ['', ' ', 'True', 'false', 'maybe', 'None', 'null', '[]', '{}', "''", '"
          'gpt2', 'path_star', 'path_star:degree=x', 'path_star:degree=9,', 'a,b,,', ':', '=', '--', '-', '*', '[', '~',
          '.', '..', 'data', 'standard', 'nextlat', 'texts', 'texts.jsonl', 'missing',
          'standard,nextlat', 'x' * 300, 'é', '日本', '\u202eab', '\x1b[2J', '\n', '\\n', '%s', 'a\ud800']
-where = st.integers(0, 2 ** 16)  # which of the places that a fault can be at, modulo their number
+where = st.integers(0, 2 ** 16)  # the place to damage, modulo the number of places
 
 
 def as_argument(text: str) -> str:
-    """A text as a shell can pass it; without a slash, so that it names nothing outside the folder."""
+    """Drop NUL bytes, which no shell passes, and slashes, to stay inside the folder."""
     raw = text.encode(errors='surrogatepass')
     return os.fsdecode(raw.replace(b'\0', b'').replace(b'/', b''))
 
 
 words = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.integers(-5, 20).map(str),
                   st.integers().map(str), st.floats().map(repr), st.text(st.characters(), max_size=8)).map(as_argument)
-how_many = st.sampled_from([1, 1, 1, 0, 2])  # faults
+how_many = st.sampled_from([1, 1, 1, 0, 2])  # number of faults
 
 
 def setting_names(program: str) -> list[str]:
-    """What can stand in --NAME=, the settings of two models included."""
+    """Return all option names, including the settings of two models."""
     Settings = importlib.import_module(program).Settings
     Configs = [runs.model_file(name).Config for name in ('standard', 'nextlat')] if program == 'train' else []
     return sorted({field.name for cls in (Settings, *Configs) for field in fields(cls)})
@@ -143,13 +143,13 @@ def setting_names(program: str) -> list[str]:
 
 @st.composite
 def argvs(draw, kind: str) -> list[str]:
-    """The arguments of one of the COMMANDS of a kind. A fault is an argument that is added, replaced or removed."""
+    """Draw a command and its faults: arguments that are added, replaced or removed."""
     argv, names = draw(st.sampled_from(COMMANDS[kind][1])).split(), setting_names(kind.split()[0])
     flags = st.sampled_from([*names, 'n_laye']).map('--{}'.format)
     values = st.builds('{}={}'.format, flags, words)
     for _ in range(draw(how_many)):
         i, new = draw(where) % len(argv), draw(st.lists(st.one_of(values, values, values, words, flags), max_size=1))
-        is_config = argv[i] == 'config.py'  # without it, a model has its full size
+        is_config = argv[i] == 'config.py'  # without the config, a model has its full size
         argv[i:i + (0 if is_config else draw(st.sampled_from([0, 0, 1])))] = new
     return argv
 
@@ -161,24 +161,24 @@ ODD_JSON = ['null', 'true', '0', '-0', '-1', '1', '0.5', '1e400', '-1e400', 'NaN
             '"' + 'x' * 5000 + '"', '[]', '[[]]', '[null]', '{}', '{"a": 1}', '[' * 100_000, '{"": {"": 0}}', '']
 JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[-\w.]+')  # keys and values
 json_texts = st.one_of(st.sampled_from(ODD_JSON), st.integers().map(str), st.text(max_size=8).map(json.dumps))
-damages = how_many.flatmap(lambda n: st.lists(st.one_of(  # (what is replaced, in which file, where, what with)
+damages = how_many.flatmap(lambda n: st.lists(st.one_of(  # (what to replace, file, place, replacement)
     st.tuples(st.just('token'), where, where, json_texts.map(str.encode)),
     st.tuples(st.sampled_from(['byte', 'byte', 'rest', 'file']), where, where, st.binary(max_size=8))),
     min_size=n, max_size=n))
 
 
 def files_read(program: str, argv: list[str], folder: Path) -> list[Path]:
-    """The files of `base` that a command reads: those that its arguments name, and the data of the runs."""
+    """Return the files that a command reads: those in its arguments, and the data of runs."""
     names = {arg.rpartition('=')[2] for arg in argv} | ({'data'} if program in ('train', 'eval') else set())
     found = [folder / name for name in names if name in {path.name for path in folder.iterdir()}]
     return sorted(path for top in found for path in (top, *top.rglob('*')) if path.is_file())
 
 
 def damage(files: list[Path], what: str, file: int, place: int, new: bytes) -> None:
-    """Replace a token of JSON, a byte or the rest in one of the files, or remove the file."""
+    """Replace a JSON token, a byte or the rest of one of the files, or remove the file."""
     files = [path for path in files if path.is_file() and (
         what != 'token' or path.suffix in ('.json', '.jsonl') and 'ckpt' not in path.parts)]
-    if not files:  # the argument that named them has a fault, or an earlier fault has removed them
+    if not files:  # the argument is damaged, or an earlier fault removed them
         return
     path = files[file % len(files)]
     content = path.read_bytes()
@@ -194,7 +194,7 @@ def damage(files: list[Path], what: str, file: int, place: int, new: bytes) -> N
 # ---- a script in a fork ----
 
 def in_a_fork(program: str, argv: list[str], folder: Path) -> tuple[int, str]:
-    """Run main(argv) of a script in a fork that works in the folder. Returns its exit code (-n: signal n), stderr."""
+    """Run main(argv) in a fork with cwd=folder; return exit code (-n: signal n) and stderr."""
     with open(os.devnull, 'r+') as nothing, tempfile.TemporaryFile() as errors:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -211,15 +211,15 @@ def in_a_fork(program: str, argv: list[str], folder: Path) -> tuple[int, str]:
         process.start()
         process.join()
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # workers that it left
+            os.killpg(process.pid, signal.SIGKILL)  # remaining workers
         errors.seek(0)
         return process.exitcode, errors.read().decode(errors='replace')
 
 
 def stand_alone() -> None:
-    """Make a fork of the tests a process like that of a script, with limits, without a network or a GPU.
+    """Make a forked test process behave like a script, with limits, without network and GPU.
 
-    Built data goes to its folder, training ends after STEPS, and what takes seconds is left out.
+    Built data goes to its folder, training ends after STEPS, and slow steps are skipped.
     """
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -228,12 +228,12 @@ def stand_alone() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
     signal.alarm(WAIT)
     torch.set_num_threads(1)
-    torch.set_num_threads = lambda n: None  # whatever --threads says: idle threads spin
+    torch.set_num_threads = lambda n: None  # ignore --threads: idle threads spin
     torch.cuda.is_available = lambda: False
-    os.environ |= {'HF_HUB_OFFLINE': '1', 'HTTPS_PROXY': 'http://127.0.0.1:1'}  # no network
-    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # which have read that already
+    os.environ |= {'HF_HUB_OFFLINE': '1', 'HTTPS_PROXY': 'http://127.0.0.1:1'}  # offline
+    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # read them on import
         sys.modules[name].HF_HUB_OFFLINE = True
-    gc.disable()  # it would copy the memory that the fork shares
+    gc.disable()  # a collection would copy the memory shared with the parent
     for module in map(importlib.import_module, ('data', 'data.shards', 'prepare_fineweb')):
         module.BUILT = Path('built')
     step, done = train.train_step, []
@@ -249,18 +249,13 @@ def stand_alone() -> None:
     torch.compile = lambda model, *_, **__: model
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """{path: what is in the file}."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
-
-
 def copy_of(base: Path) -> Path:
     shutil.rmtree(base.with_name('work'), ignore_errors=True)
     return shutil.copytree(base, base.with_name('work'))
 
 
 def check(base: Path, program: str, argv, faults) -> None:
-    """Check one input: fails where the docstring of this file says."""
+    """Check one input; the docstring of this file says what fails."""
     folder = copy_of(base)
     files = files_read(program, argv, folder)
     for fault in faults:
@@ -270,7 +265,7 @@ def check(base: Path, program: str, argv, faults) -> None:
     case = f'{program} {argv!r} faults={faults!r}\n{stderr[-5000:]}'
     assert code >= 0, f'{signal.Signals(-code).name}: {case}'
     assert 'Traceback' not in stderr, case
-    assert code == 0 or stderr.strip(), f'no sentence: {case}'
+    assert code == 0 or stderr.strip(), f'no error message: {case}'
     after = contents(folder)
     changed = {name for name in before if after.get(name) != before[name]}
     if program in OWN:
@@ -279,13 +274,13 @@ def check(base: Path, program: str, argv, faults) -> None:
 
 
 @pytest.mark.parametrize('kind', COMMANDS)
-def test_whatever_it_is_given_a_script_ends_with_its_result_or_a_sentence(base, kind):
+def test_scripts_end_with_a_result_or_a_clear_error_on_any_input(base, kind):
     program = kind.split()[0]
     if program == 'prepare_fineweb':
         pytest.importorskip('datasets')
     share, commands = COMMANDS[kind]
     for command in commands:
-        must_work(copy_of(base), f'{program} {command}')  # and what it imports is there for all forks
+        must_work(copy_of(base), f'{program} {command}')  # this also imports its modules for all forks
 
     @settings(max_examples=round((FUZZ or 300) * share), derandomize=not FUZZ, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))

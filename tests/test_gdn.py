@@ -1,4 +1,4 @@
-"""Gated DeltaNet: both forms against the paper's recurrence, and the whole model against the paper."""
+"""Gated DeltaNet: the loop, the fast scan and the whole model against the paper."""
 import importlib.util
 import runpy
 import sys
@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import bytes_kept
+from conftest import saved_bytes
 from test_models import from_config_file, some_tokens
 
 import model_gdn as G
@@ -18,7 +18,7 @@ FORMS = ['loop', 'fast']
 
 
 def make(**values):
-    """A float64 model in which every weight matters."""
+    """Return a float64 model with large random weights, so that each one matters."""
     torch.manual_seed(0)
     model = G.Model(G.Config(**SMALL | values)).double()
     for p in model.parameters():
@@ -28,10 +28,10 @@ def make(**values):
 
 # ---- the recurrence ----
 
-def by_the_recurrence(q, k, v, log_decay, beta, is_doc_start):
-    """S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t, for each row and head.
+def naive_recurrence(q, k, v, log_decay, beta, is_doc_start):
+    """Return o_t = S_t q_t (B, T, H, D) and the last S^T (B, H, K, D) for each row and head.
 
-    Returns o (B, T, H, D) and the last S^T (B, H, K, D).
+    S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T.
     """
     B, T, H, K = k.shape
     S, reads = torch.zeros(B, H, v.shape[-1], K, dtype=k.dtype), []
@@ -39,7 +39,7 @@ def by_the_recurrence(q, k, v, log_decay, beta, is_doc_start):
         if is_doc_start is not None:
             S = S * ~is_doc_start[:, t, None, None, None]
         alpha, b = log_decay[:, t, :, None, None].exp(), beta[:, t, :, None, None]
-        key, value = k[:, t, :, None], v[:, t, ..., None]  # a row and a column
+        key, value = k[:, t, :, None], v[:, t, ..., None]  # row and column vectors
         S = S @ (alpha * (torch.eye(K, dtype=k.dtype) - b * key.mT @ key)) + b * value @ key
         reads.append((S @ q[:, t, ..., None]).squeeze(-1))
     return torch.stack(reads, 1), S.mT
@@ -53,7 +53,7 @@ def some_inputs(T, dtype=torch.float64, decay=1.0, K=6, D=5):
 
 
 def scan(form, memory, *tokens, is_doc_start=None, active=None, chunk_len=64):
-    """`Block.loop` or scans/gdn.py."""
+    """Run `Block.loop` or scans/gdn.py."""
     if form == 'fast':
         return gdn.scan_chunks(memory, tokens, is_doc_start, active, chunk_len)
     config = G.Config(n_layer=1, n_head=2, d_k=memory.shape[2], d_v=memory.shape[3], chunk_len=chunk_len)
@@ -69,10 +69,10 @@ def with_gradients(outputs, inputs):
 @pytest.mark.parametrize('T, chunk_len', [(1, 64), (13, 4), (13, 7), (70, 64)])
 @pytest.mark.parametrize('documents', [False, True])
 @pytest.mark.parametrize('form', FORMS)
-def test_every_form_is_the_papers_recurrence_with_all_gradients(form, T, chunk_len, documents):
-    """In float64 to 1e-9, for lengths that no chunk divides and documents that start anywhere in one."""
+def test_values_and_gradients_equal_the_papers_recurrence(form, T, chunk_len, documents):
+    """Also for lengths that chunks do not divide, and documents that start within a chunk."""
     inputs, is_doc_start = some_inputs(T), torch.rand(2, T) < 0.25 if documents else None
-    want = with_gradients(by_the_recurrence(*inputs, is_doc_start), inputs)
+    want = with_gradients(naive_recurrence(*inputs, is_doc_start), inputs)
     memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
     got = with_gradients(scan(form, memory, *inputs, is_doc_start=is_doc_start, chunk_len=chunk_len), inputs)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
@@ -80,9 +80,9 @@ def test_every_form_is_the_papers_recurrence_with_all_gradients(form, T, chunk_l
 
 @pytest.mark.skipif(None in map(importlib.util.find_spec, ('fla', 'einops')), reason='needs fla-core and einops')
 @pytest.mark.parametrize('form', FORMS)
-def test_the_recurrence_is_that_of_flash_linear_attention(form):
-    """Values, the last memory and all gradients to 1e-6 of the largest. Its slow reference computes in fp32."""
-    package, = importlib.util.find_spec('fla').submodule_search_locations  # its other files need a GPU
+def test_values_and_gradients_equal_flash_linear_attention(form):
+    """Errors are relative to the largest value. Their slow reference computes in fp32."""
+    package, = importlib.util.find_spec('fla').submodule_search_locations  # the other files need a GPU
     theirs = runpy.run_path(f'{package}/ops/gated_delta_rule/naive.py')['naive_recurrent_gated_delta_rule']
     inputs = some_inputs(37, torch.float32, K=16, D=8)
     q, k, v, log_decay, beta = inputs
@@ -92,17 +92,17 @@ def test_the_recurrence_is_that_of_flash_linear_attention(form):
 
 
 @pytest.mark.parametrize('documents', [False, True])
-def test_scan_fla_gives_the_kernel_the_documents_as_sequences(documents, monkeypatch):
+def test_scan_fla_passes_documents_to_the_kernel_as_sequences(documents, monkeypatch):
     def kernel(q, k, v, g, beta, scale, cu_seqlens=None):
         is_doc_start = None
         if cu_seqlens is not None:
             assert len(q) == 1 and (cu_seqlens.diff() > 0).all() and cu_seqlens[-1] == q.shape[1]
             is_doc_start = torch.zeros(1, q.shape[1], dtype=torch.bool).index_fill(1, cu_seqlens[:-1], True)
-        return by_the_recurrence(scale * q.double(), k.double(), v.double(), g.double(), beta.double(), is_doc_start)
+        return naive_recurrence(scale * q.double(), k.double(), v.double(), g.double(), beta.double(), is_doc_start)
 
     for name in ('fla', 'fla.ops', 'fla.ops.gated_delta_rule'):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(chunk_gated_delta_rule=kernel))
-    inputs = [x.detach().bfloat16().double().requires_grad_() for x in some_inputs(13)]  # the kernel's products: bf16
+    inputs = [x.detach().bfloat16().double().requires_grad_() for x in some_inputs(13)]  # the kernel multiplies in bf16
     is_doc_start = torch.rand(2, 13) < 0.25 if documents else None
     memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
     (want, _), (got, _) = (run(memory, inputs, is_doc_start, None, 64)
@@ -112,8 +112,8 @@ def test_scan_fla_gives_the_kernel_the_documents_as_sequences(documents, monkeyp
 
 
 @pytest.mark.parametrize('extreme', ['decay', 'equal keys'])
-def test_chunks_of_64_in_fp32_give_the_numbers_of_float64(extreme):
-    """Where the decays of a chunk underflow in fp32, and where the inverse as a sum of powers would lose all digits."""
+def test_chunks_of_64_in_fp32_are_close_to_float64(extreme):
+    """Decays that underflow in fp32, and equal keys, which make a power-series inverse fail."""
     wide = some_inputs(130, decay=60.0 if extreme == 'decay' else 0.0)
     if extreme == 'equal keys':
         wide[1] = wide[1][:, :1].expand(-1, 130, -1, -1).detach().clone().requires_grad_()
@@ -123,16 +123,16 @@ def test_chunks_of_64_in_fp32_give_the_numbers_of_float64(extreme):
         torch.testing.assert_close(x.double(), y, rtol=1e-3, atol=1e-4)
 
 
-def test_the_loop_keeps_the_memory_of_segments_not_of_steps():
+def test_the_loop_saves_its_state_once_per_segment():
     inputs = some_inputs(32)
-    kept = bytes_kept(lambda: scan('loop', torch.zeros(2, 2, 6, 5, dtype=torch.float64), *inputs, chunk_len=8))
+    kept = saved_bytes(lambda: scan('loop', torch.zeros(2, 2, 6, 5, dtype=torch.float64), *inputs, chunk_len=8))
     assert kept <= 4 * 8 * 2 * 2 * 6 * 5 + sum(x.nbytes for x in inputs)
 
 
 # ---- the model ----
 
-def by_the_paper(model, idx):
-    """What the head multiplies for windows (B, T): norms and convolution written out, one tap at a time."""
+def paper_hidden(model, idx):
+    """Compute final_hidden for windows (B, T) from the paper's equations, written out."""
     w, c = dict(model.named_parameters()), model.config
     H, K, D, W = c.n_head, c.d_k, c.d_v, c.conv_size
     is_doc_start = F.pad(idx[:, :-1] == (-1 if c.eos_id is None else c.eos_id), (1, 0))
@@ -149,13 +149,13 @@ def by_the_paper(model, idx):
         linear = lambda x, name: x @ w[f'blocks.{i}.{name}.weight'].T
         x = rms(h, f'blocks.{i}.memory_norm')
         projected, mixed = linear(x, 'qkv'), 0
-        for j in range(W):  # the token j before
+        for j in range(W):  # j tokens before
             earlier, then = F.pad(projected, (0, 0, j, 0)), F.pad(document, (j, 0), value=-1)
             is_same = (then[:, :idx.shape[1]] == document).unsqueeze(-1)
             mixed = mixed + is_same * w[f'blocks.{i}.conv'][:, W - 1 - j] * earlier[:, :idx.shape[1]]
         q, k, v = (y.unflatten(-1, (H, -1)) for y in F.silu(mixed).split([H * K, H * K, H * D], -1))
         rate, bias = w[f'blocks.{i}.log_rate'].exp(), w[f'blocks.{i}.dt_bias']
-        read, _ = by_the_recurrence(unit(q) / K ** 0.5, unit(k), v, -rate * F.softplus(linear(x, 'decay') + bias),
+        read, _ = naive_recurrence(unit(q) / K ** 0.5, unit(k), v, -rate * F.softplus(linear(x, 'decay') + bias),
                                     linear(x, 'beta').sigmoid(), is_doc_start)
         gated = rms(read, f'blocks.{i}.out_norm').flatten(2) * F.silu(linear(x, 'read_gate'))
         h = h + linear(gated, 'read_out')
@@ -166,10 +166,10 @@ def by_the_paper(model, idx):
 
 @pytest.mark.parametrize('eos_id', [None, 59])
 @pytest.mark.parametrize('form', FORMS)
-def test_the_model_is_the_papers(form, eos_id):
+def test_the_model_equals_the_papers_equations(form, eos_id):
     model, idx = make(eos_id=eos_id, scan=form), some_tokens(2, 23)
     with torch.no_grad():
-        want, got = by_the_paper(model, idx), model.final_hidden(idx)
+        want, got = paper_hidden(model, idx), model.final_hidden(idx)
     assert (got - want).norm() < 1e-10 * want.norm()
 
 
@@ -182,16 +182,16 @@ def test_the_papers_state_has_1_97_million_numbers_in_fp32():
     assert model.head.weight is not model.embed.weight
 
 
-def test_flops_are_those_counted_by_hand():
+def test_flops_per_token_equal_a_hand_count():
     model = make(n_layer=3)
     H, K, D, C = 2, 8, 12, 24
-    layer = C * H * (2 * K + D) + 2 * C * H + 2 * C * H * D + 3 * C * 40  # q k v, beta and decay, gate and out, SwiGLU
-    memory = H * 2 * (K * D + K * D + K * D)  # read with the key, written, read with the query
+    layer = C * H * (2 * K + D) + 2 * C * H + 2 * C * H * D + 3 * C * 40  # qkv, beta and decay, gate and out, SwiGLU
+    memory = H * 2 * (K * D + K * D + K * D)  # read with the key, write, read with the query
     for T in (1, 100):
         assert model.flops_per_token(T) == 3 * (3 * (2 * layer + memory) + 2 * C * 64)
 
 
-def test_initial_weights_are_those_of_the_official_code():
+def test_initial_weights_match_the_official_code():
     torch.manual_seed(0)
     model = G.Model(G.Config(n_layer=2, n_embd=128, n_head=64, d_k=8, d_v=16, vocab_size=512, n_ids=512))
     for name, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The Grounded Prediction Network: the equations against the paper, the fast form against the equations, decoding."""
+"""GPN: the equations against the paper, the fast scan against the equations, decoding."""
 import math
 
 import hypothesis
@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import bytes_kept
+from conftest import saved_bytes
 from test_models import decode_in_pieces
 
 import attn_kernels
@@ -18,8 +18,7 @@ needs_triton = pytest.mark.skipif(attn_kernels.triton is None, reason='needs Tri
 
 
 def make(**values):
-    """A float64 model in which every weight matters, norms and biases included, and windows (3, 23) with ends of
-    documents (59)."""
+    """Return a float64 model with large random weights, and windows (3, 23) with eos (59)."""
     torch.manual_seed(0)
     model = G.Model(G.Config(**SMALL | values)).double()
     for p in model.parameters():
@@ -35,10 +34,10 @@ def set_form(model, form):
 
 
 forms = pytest.mark.parametrize('form', ['loop', pytest.param('in C', marks=pytest.mark.skipif(
-    not scan.runs_on(torch.device('cpu')), reason='no C compiler here'))])  # the kernels' interpreter is slow
+    not scan.runs_on(torch.device('cpu')), reason='no C compiler'))])  # Triton's interpreter is slow
 
 
-def test_initial_weights_are_those_of_the_official_code():
+def test_initial_weights_match_the_official_code():
     torch.manual_seed(0)
     model = G.Model(G.Config(n_head=2, n_embd=256, d_emb=128, d_k=32, d_v=64, n_ffn=384, decoder_bias=True))
     for name, p in model.named_parameters():
@@ -47,13 +46,13 @@ def test_initial_weights_are_those_of_the_official_code():
         elif p.dim() == 2:
             is_normal = name in ('embed.weight', 'layers.0.read_out.weight')
             std = 0.02 if is_normal else p.shape[1] ** -0.5
-            largest = p.abs().max() * 0.87962566 / (2 * std)  # 1 if truncated at 2 standard deviations of a normal
+            largest = p.abs().max() * 0.87962566 / (2 * std)  # 1 for a normal truncated at 2 standard deviations
             assert abs(p.std() / std - 1) <= 5 * (2 * p.numel()) ** -0.5
             assert largest > 1.1 if is_normal else 0.97 < largest <= 1 + 1e-6
 
 
-def by_the_paper(model, idx):
-    """States of one window (T, C) from the equations, row vectors, one head at a time, norms written out."""
+def paper_states(model, idx):
+    """Compute the states of one window (T, C) from the equations, head by head."""
     w, c = dict(model.named_parameters()), model.config
 
     def rms(x, name):
@@ -96,23 +95,22 @@ def by_the_paper(model, idx):
 
 
 def plain_states(model, idx):
-    """The states of windows idx by `Model.step` alone, nothing recomputed: what every form must equal, with its
-    gradients."""
+    """Compute the states of windows with `Model.step` and plain autograd, as a reference."""
     c, (B, T) = model.config, idx.shape
     u, state, states = model.ground_input(idx), model.first_state(B), []
     for t in range(T):
         if c.bptt_len and t % c.bptt_len == 0:
             state = [x.detach() for x in state]
         if c.eos_id is not None and t:
-            goes_on = (idx[:, t - 1] != c.eos_id).to(u.dtype)
-            state = [x * goes_on.view(-1, *[1] * (x.dim() - 1)) for x in state]
+            continues = (idx[:, t - 1] != c.eos_id).to(u.dtype)
+            state = [x * continues.view(-1, *[1] * (x.dim() - 1)) for x in state]
         state = model.step(u[:, t], *state)
         states.append(state[0])
     return torch.stack(states, 1)
 
 
 def assert_near(have, want, tolerance, all_matter=True):
-    """Each tensor to a tolerance relative to its norm, which is not 0 if all matter."""
+    """Compare tensors relative to their norms, which must be positive if all_matter."""
     for x, y in zip(have, want, strict=True):
         assert y.isfinite().all() and (y.any() or not all_matter) and (x - y).norm() <= tolerance * y.norm()
 
@@ -124,10 +122,10 @@ def loss_and_gradients(model, states, idx):
 
 
 @pytest.mark.parametrize('n_layer, n_head', [(1, 0), (1, 2), (2, 0), (2, 2)])
-def test_the_loop_is_the_papers_equations(n_layer, n_head):
+def test_the_loop_equals_the_papers_equations(n_layer, n_head):
     model, idx = make(n_layer=n_layer, n_head=n_head, scan='loop')
     with torch.no_grad():
-        want, got = by_the_paper(model, idx[0]), model.states(idx)[0]
+        want, got = paper_states(model, idx[0]), model.states(idx)[0]
     assert (got - want).norm() < 1e-10 * want.norm()
 
 
@@ -136,10 +134,10 @@ def test_the_loop_is_the_papers_equations(n_layer, n_head):
 @hypothesis.given(shape=st.sampled_from([(1, 0), (1, 2), (2, 0), (2, 2), (3, 1)]), eos_id=st.sampled_from([None, 59]),
                   bptt_len=st.sampled_from([None, 1, 5, 7]), segment_len=st.sampled_from([1, 5, 100]),
                   T=st.sampled_from([1, 2, 7, 23]), key_scale=st.sampled_from([1.0, 1e-6]))
-def test_every_form_is_the_step_repeated_with_all_gradients(form, shape, eos_id, bptt_len, segment_len, T, key_scale):
-    """In float64, also for lengths that no segment and no piece of truncated BPTT divides.
+def test_values_and_gradients_equal_repeated_steps(form, shape, eos_id, bptt_len, segment_len, T, key_scale):
+    """Also for lengths that segments and truncated BPTT do not divide.
 
-    Only very short keys show what is added to their length.
+    Tiny keys (1e-6) show the epsilon in their normalization.
     """
     n_layer, n_head = shape
     model, idx = make(n_layer=n_layer, n_head=n_head, bptt_len=bptt_len, eos_id=eos_id, segment_len=segment_len)
@@ -154,14 +152,14 @@ def test_every_form_is_the_step_repeated_with_all_gradients(form, shape, eos_id,
         assert (model.states(idx) - states).norm() < 1e-8 * states.norm()
 
 
-def test_the_loop_holds_the_states_of_segments_not_of_steps():
-    """For the backward, besides its output: three tensors at each segment's start."""
+def test_the_loop_saves_its_state_once_per_segment():
+    """The backward needs the output and three tensors at the start of each segment."""
     model, idx = make(n_layer=2, segment_len=8, scan='loop')
     c = model.config
     u = model.ground_input(idx[:, :16]).detach().requires_grad_()
     state = 2 * c.n_embd + c.n_head * c.d_k * c.d_v
     weights = sum(p.nbytes for p in model.parameters())
-    assert bytes_kept(lambda: model.loop(u)) <= weights + 8 * 3 * (2 * state + 2 * 16 * c.n_embd)
+    assert saved_bytes(lambda: model.loop(u)) <= weights + 8 * 3 * (2 * state + 2 * 16 * c.n_embd)
 
 
 # ---- decoding ----
@@ -176,14 +174,14 @@ def test_decoding_equals_the_full_forward_in_float64(form, n_head):
 
 
 @forms
-def test_a_weight_that_is_not_a_number_shows(form):
+def test_a_nan_weight_gives_nan_states(form):
     model, idx = make()
     set_form(model, form).layers[0].query.bias.data[0] = float('nan')
     assert model.states(idx).isnan().any()
 
 
 def test_gates_and_decays_near_1_are_not_rounded_to_1_by_bf16_weights():
-    """Gates of 0.999, and a decay of e^-0.001."""
+    """Checks gates of 0.999 and a decay of e^-0.001."""
     model, _ = make()
     layer, write = model.float().layers[0], model.write
     zero = [layer.ffn_out.weight, layer.read_out.weight, write.decay.weight, write.dt_bias]
@@ -202,7 +200,7 @@ def test_gates_and_decays_near_1_are_not_rounded_to_1_by_bf16_weights():
 @forms
 @pytest.mark.parametrize('narrow', ['autocast', 'weights'])
 def test_state_and_memory_are_in_fp32(narrow, form):
-    """With bf16 weights; and under autocast, which on CPU reaches the products in C alone, where it has bf16 units."""
+    """With bf16 weights, or autocast, which on CPU affects only C code with bf16 units."""
     model, idx = make(n_layer=2)
     for p in model.float().parameters():
         torch.nn.init.normal_(p, std=0.2)

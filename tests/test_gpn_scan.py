@@ -1,11 +1,11 @@
-"""scans/gpn.py: steps in C and in Triton's kernels beside the equations, in float64 where nothing else is said."""
+"""scans/gpn.py: C code and Triton kernels against the equations, in float64 by default."""
 import platform
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import bytes_kept
+from conftest import saved_bytes
 from test_gpn import SMALL, assert_near, loss_and_gradients, make, needs_triton, plain_states
 from test_models import decode_in_pieces
 from torch.utils._pytree import tree_leaves, tree_map
@@ -15,44 +15,44 @@ from scans import gpn as scan
 
 CPU = torch.device('cpu')
 in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
-needs_c = pytest.mark.skipif(not scan.runs_on(CPU), reason='no C compiler here')
+needs_c = pytest.mark.skipif(not scan.runs_on(CPU), reason='no C compiler')
 needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bfloat16,
-                                      reason='no C compiler or no bf16 units here')
+                                      reason='no C compiler or no bf16 units')
 
 
 # ---- building gpn.c ----
 
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
-    """How often gpn.c was built: a function. The compiler is one that does not optimize; it has a folder of its own."""
+    """Build with -O0 and an empty cache; return a function that counts the builds."""
     if shutil.which('cc') is None:
-        pytest.skip('no C compiler here')
+        pytest.skip('no C compiler')
     compiler, log = tmp_path / 'compiler', tmp_path / 'log'
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) echo >> {log};; esac\nexec cc "$@" -O0 $OPTION\n')
     compiler.chmod(0o755)
     monkeypatch.setenv('CC', str(compiler))
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'kept')
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'kept')
     return lambda: len(log.read_text()) if log.exists() else 0
 
 
-def test_the_steps_in_c_are_built_once_for_a_compiler_and_its_flags(builds, monkeypatch, tmp_path):
+def test_the_c_code_is_built_once_per_compiler_and_flags(builds, monkeypatch, tmp_path):
     def n_builds():
-        assert scan._build.__wrapped__(torch.float32).steps  # as a new process does
+        assert scan._build.__wrapped__(torch.float32).steps  # without the cache of this process
         return builds()
 
     assert n_builds() == n_builds() == 1
     kept, = (tmp_path / 'kept').iterdir()
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'other')
-    scan.KEPT.mkdir()
-    (scan.KEPT / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'other')
+    scan.LIBRARY_DIR.mkdir()
+    (scan.LIBRARY_DIR / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
     assert n_builds() == 2
-    monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # another CPU
+    monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # as on another CPU
     assert n_builds() == 3
-    monkeypatch.setattr(scan, 'KEPT', tmp_path / 'log' / 'no folder')  # which cannot be written to
+    monkeypatch.setattr(scan, 'LIBRARY_DIR', tmp_path / 'log' / 'no folder')  # not writable
     assert n_builds() == 4
 
 
-def test_without_a_compiler_the_equations_run_and_one_line_says_so(monkeypatch, tmp_path, capsys):
+def test_without_a_compiler_the_equations_run_and_one_line_is_printed(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv('CC', str(tmp_path / 'absent'))
     monkeypatch.setattr(scan, '_build', scan._build.__wrapped__)
     scan._compiles_c.__wrapped__.cache_clear()
@@ -68,8 +68,8 @@ def test_without_a_compiler_the_equations_run_and_one_line_says_so(monkeypatch, 
 @needs_c
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-9)])
 @pytest.mark.parametrize('rows', [1, 3, 8, 21])
-def test_steps_in_c_at_a_size_that_all_threads_share(rows, dtype, tolerance):
-    """With rows that fill no tile, one, or some: states and gradients."""
+def test_the_c_code_equals_the_equations_at_odd_sizes(rows, dtype, tolerance):
+    """Numbers of rows that fill no tile, one, or several; enough work for all threads."""
     model, idx = wide_model(rows)
     want = loss_and_gradients(model, plain_states(model, idx), idx)
     model = model.to(dtype)
@@ -77,7 +77,7 @@ def test_steps_in_c_at_a_size_that_all_threads_share(rows, dtype, tolerance):
 
 
 def wide_model(rows):
-    """Odd widths, of which the last pair is half empty."""
+    """Return a model with odd widths, whose last SIMD pair is half empty."""
     model = make(n_layer=2, n_head=3, n_embd=255, n_ffn=151, d_k=33, d_v=70, eos_id=59, bptt_len=6, vocab_size=70)[0]
     for p in model.parameters():
         p.data *= 0.1 if p.dim() == 2 else 1
@@ -85,11 +85,10 @@ def wide_model(rows):
     return model, torch.randint(50, 60, (rows, 9))
 
 
-def assert_bf16_products_cost_no_more_than_in_the_equations(model, idx, times=1.5):
-    """Under autocast, beside float64: the error of the loss and all gradients together.
+def assert_bf16_errors_are_like_those_of_the_equations(model, idx, times=1.5):
+    """Compare errors under autocast, relative to float64, of the loss and all gradients together.
 
-    Single gradients may nearly cancel, or pass a ReLU in one form only: their errors differ by chance, and their bound
-    is wide. In fp32 and float64 it is not.
+    Single gradients have a wide bound: they may nearly cancel, or pass a ReLU in one form only.
     """
     exact = loss_and_gradients(model, plain_states(model, idx), idx)
     model = model.float()
@@ -107,36 +106,35 @@ def assert_bf16_products_cost_no_more_than_in_the_equations(model, idx, times=1.
 
 @needs_bf16_units
 @pytest.mark.parametrize('rows', [1, 3, 8, 21])
-def test_bf16_products_in_c_cost_no_more_than_in_the_equations(rows):
-    assert_bf16_products_cost_no_more_than_in_the_equations(*wide_model(rows))
+def test_bf16_errors_in_c_are_like_those_of_the_equations(rows):
+    assert_bf16_errors_are_like_those_of_the_equations(*wide_model(rows))
 
 
 @needs_c
-def test_memory_is_not_held_at_every_step():
-    """What the scan holds for the backward, in bytes, is the formula in scans/gpn.py."""
+def test_saved_tensors_follow_the_documented_formula():
+    """The bytes saved for the backward equal the formula in scans/gpn.py."""
     T, B, c = 64, 2, G.Config(**SMALL | dict(segment_len=8))
     model = G.Model(c)
     u = torch.zeros(T, B, c.n_embd, requires_grad=True)
-    folded = [w.detach() for w in scan.fold(model)]
-    held = bytes_kept(lambda: scan._scan_op(u, None, folded, list(scan.Sizes.of(c)), c.norm_eps, torch.float32, True))
+    folded, sizes = [w.detach() for w in scan.fold(model)], list(scan.Sizes.from_config(c))
+    held = saved_bytes(lambda: scan._scan_op(u, None, folded, sizes, c.norm_eps, torch.float32, True))
     products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
     states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
-    assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # and u
+    assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # 2: states and u
 
 
 # ---- the kernels ----
 
 def small_windows(dtype=torch.float64, device='cpu', **values):
-    """A model and windows (2, 7), of two segments and a bit: Triton's interpreter is slow. Documents start within a
-    segment, with one, and with a piece of BPTT."""
+    """Return a model and short windows (2, 7) of several segments: Triton's interpreter is slow."""
     model, idx = make(segment_len=3, **values)
     idx = idx[:2, :7].clamp(max=58)
     idx[0, 0] = idx[0, 2] = idx[1, 1] = idx[1, 3] = idx[1, 5] = 59
     return model.to(device, dtype), idx.to(device)
 
 
-def calm(model):
-    """Weights with which 32 and 16 bits tell something."""
+def set_small_weights(model):
+    """Set weights small enough for meaningful results in 32 and 16 bits."""
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1) if p.dim() == 2 else torch.nn.init.ones_(p)
 
@@ -145,35 +143,35 @@ def calm(model):
 @pytest.mark.parametrize('values', [dict(n_layer=2, bptt_len=1), dict(eos_id=59, bptt_len=4), dict(n_head=0),
                                     dict(n_layer=2, eos_id=59), dict(n_layer=2, eos_id=59, dtype=torch.float32),
                                     dict(n_embd=70, n_head=3, d_k=33, d_v=130, n_ffn=151, eos_id=59)], ids=str)
-def test_the_scan_in_kernels_is_the_step_repeated_with_all_gradients(values, kernels_device):
+def test_the_triton_scan_equals_repeated_steps_with_gradients(values, kernels_device):
     dtype, tolerance = values.get('dtype', torch.float64), 1e-4 if 'dtype' in values else 1e-8
     model, idx = small_windows(device=kernels_device, **values | dict(dtype=torch.float64))
     if dtype == torch.float32:
-        calm(model)
+        set_small_weights(model)
     want = loss_and_gradients(model, plain_states(model, idx), idx)
     model = model.to(dtype)
     assert_near(loss_and_gradients(model, model.states(idx), idx), want, tolerance)
 
 
 @in_kernels
-def test_bf16_products_in_kernels_cost_no_more_than_in_the_equations(kernels_device):
-    """The dtypes of training on a GPU: state and memory in fp32, products and what is saved of them in bf16.
+def test_bf16_errors_in_triton_are_like_those_of_the_equations(kernels_device):
+    """As in training on a GPU: state and memory in fp32, products and saved products in bf16.
 
-    The kernels also round the gradients of products, and the windows are short, so their error may be larger.
+    The kernels also round the gradients of products, so a larger error is allowed.
     """
     model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
-    calm(model)
-    assert_bf16_products_cost_no_more_than_in_the_equations(model, idx, times=3)
+    set_small_weights(model)
+    assert_bf16_errors_are_like_those_of_the_equations(model, idx, times=3)
 
 
 @in_kernels
-def test_decoding_in_kernels_equals_the_full_forward_in_float64(kernels_device):
+def test_triton_decoding_equals_the_full_forward_in_float64(kernels_device):
     model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
     decode_in_pieces(model, idx, max_run=3, tolerance=1e-8)
 
 
 class Rerun(scan.Graph):
-    """Stands for a CUDA graph: the same tensors go in and come out each time."""
+    """Stand-in for a CUDA graph, with the same input and output tensors on each replay."""
 
     def __init__(self, function, inputs):
         def rerun():
@@ -187,9 +185,8 @@ class Rerun(scan.Graph):
 
 @in_kernels
 @pytest.mark.parametrize('values', [dict(n_head=0), dict(eos_id=59, bptt_len=4)], ids=str)
-def test_graphs_of_segments_give_what_the_steps_do(values, kernels_device, monkeypatch):
-    """Two models of one shape share the graphs, the forward of one between forward and backward of the other, and
-    evaluation uses them too."""
+def test_recorded_graphs_give_the_results_of_the_steps(values, kernels_device, monkeypatch):
+    """Two models of one shape share graphs in interleaved calls, and evaluation uses them too."""
     pairs = [small_windows(torch.float32, kernels_device, **values) for _ in range(2)]
     models, idx = [model for model, _ in pairs], pairs[0][1][:, :5]
     for p in models[1].parameters():
@@ -216,7 +213,7 @@ def test_graphs_of_segments_give_what_the_steps_do(values, kernels_device, monke
 
 
 def recurrent_weights(model):
-    """All weights but those that only the head's input needs."""
+    """Return all weights except those between the state and the head."""
     return [p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))]
 
 
@@ -232,7 +229,7 @@ def test_the_states_compile_to_one_graph(kernels_device):
 
 
 @pytest.mark.slow
-def test_operators_return_what_their_fake_forms_say(monkeypatch):
+def test_operators_match_their_fake_implementations(monkeypatch):
     calls = []
     for name in ('_scan_op', '_scan_backward_op'):
         operator = getattr(scan, name)
@@ -242,4 +239,3 @@ def test_operators_return_what_their_fake_forms_say(monkeypatch):
     assert len(calls) == 2
     for operator, args in calls:
         torch.library.opcheck(operator, args, test_utils=('test_schema', 'test_faketensor'))
-

@@ -1,4 +1,4 @@
-"""The analysis of a GPN's state: each measure on something whose answer is known."""
+"""The analysis of GPN states: each measure on data with a known result."""
 import math
 
 import pytest
@@ -22,12 +22,12 @@ def test_geometry_of_known_states():
     assert (numbers['components 90%'], numbers['components 99%']) == (5, 5) and share[-1] == pytest.approx(1)
     assert numbers['correlation mean'] < 0.05 and deviation.tolist() == sorted(deviation.tolist())
     assert len(correlation) == 6 * 5 and correlation.abs().mean() == pytest.approx(numbers['correlation mean'])
-    # the mean, along (3, 4), is the direction of the largest mean square; without it the fifth dimension varies most
+    # the mean, along (3, 4), has the largest mean square; the fifth dimension the largest variance
     assert numbers['cosine of the mean with the first component'] > 0.99
     assert numbers['cosine of the mean with the first component of centred states'] < 0.1
 
 
-def test_retention_lifetimes_and_pools():
+def test_retention_lifetimes_and_pools_of_known_decays():
     lags, lives = [1, 2, 4, 8, 16, 32, 64], [1.5, 3, 40]
     log_decay = torch.tensor([-1 / life for life in lives]).expand(2, 100, 3)
     curves = gpn_state.retention(log_decay, lags)
@@ -40,7 +40,7 @@ def test_retention_lifetimes_and_pools():
     assert gpn_state.lifetime(torch.tensor([math.exp(-4), 0]), [1, 2]) == pytest.approx(1 / 4)
 
 
-def test_cosines_over_lags_are_those_of_each_pair_of_states():
+def test_cosines_over_lags_equal_a_loop_over_pairs():
     torch.manual_seed(0)
     states = torch.randn(2, 8, 5).double()
     raw, centred = gpn_state.cosines(states, [1, 3])
@@ -79,13 +79,13 @@ def test_the_mean_direction_is_decoded_without_the_decoders_bias():
     batches = [(idx, idx.roll(-1, 1))]
     rows = gpn_state.measure(model, batches, torch.arange(64), str)
     biased = [row for row in rows if row[0] == 'mean direction']
-    assert 0 <= biased.pop()[3] < 10  # a random bias has not all of the mean's tokens
+    assert 0 <= biased.pop()[3] < 10  # a random bias predicts other tokens than the mean
     torch.nn.init.zeros_(model.decode.bias)
     again = gpn_state.measure(model, batches, torch.arange(64), str)
     assert biased == [row for row in again if row[0] == 'mean direction'][:-1]
 
 
-def test_by_distance_is_the_runs_own_accuracy_and_what_an_empty_memory_costs():
+def test_accuracy_by_distance_equals_the_score_of_the_task():
     torch.manual_seed(0)
     d = open_data('recall:pairs=4,distances=4-8,length=32,keys=4,values=3,fillers=3,val_rows=16')
     model = Model(Config(vocab_size=d.n_ids, n_ids=d.n_ids, n_head=2, n_embd=16, d_emb=8, d_k=4, d_v=8, scan='loop'))
@@ -97,16 +97,16 @@ def test_by_distance_is_the_runs_own_accuracy_and_what_an_empty_memory_costs():
     value = {row[:3]: row[3] for row in rows}
     score = d.score(model, 'cpu', 16)
     assert [value['accuracy', 'unchanged', far] for far in (4, 8)] == pytest.approx([*score.values()])
-    for name in {name for part, name, _ in value if part == 'perplexity'}:  # as many are asked at each distance
+    for name in {name for part, name, _ in value if part == 'perplexity'}:  # equally many queries at each distance
         mean = (value['nll', name, 4] + value['nll', name, 8]) / 2
         assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
     nats, is_right, _ = gpn_state.evaluate(model, batches, heads_off=[0, 1])
     with torch.no_grad():
-        model.layers[0].read_out.weight.zero_()  # nothing is read
+        model.layers[0].read_out.weight.zero_()  # the memory is not read
     assert torch.allclose(nats, gpn_state.evaluate(model, batches)[0]) and len(is_right) == 16 * 4
 
 
-def test_main_says_loss_and_accuracy_by_distance_on_other_rows_and_of_edited_models(tmp_path, capsys):
+def test_main_reports_loss_by_distance_for_an_edited_model(tmp_path, capsys):
     data = 'recall:pairs=2,distances=4-8,length=16,keys=8,values=3,fillers=3,val_rows=2'
     sizes = ('--n_layer=1', '--n_head=2', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=8', '--scan=loop')
     succeeded(run('train.py', '--model=gpn.NoDecay', f'--data={data}', *sizes, '--documents=False', '--block_size=16',

@@ -1,4 +1,4 @@
-"""Figure 5 of the SPS paper against its definitions: a copy of the parameters for each position, and dense masks."""
+"""Figure 5 of the SPS paper against its definitions: parameter copies and dense masks."""
 import copy
 import random
 
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def exact(name='sps', **values):
-    """A small model in float64 whose gains and biases are none of 1 and 0."""
+    """Return a small float64 model with random gains and biases instead of ones and zeros."""
     model = make(name, **values).double()
     for p in model.parameters():
         if p.dim() == 1:
@@ -43,21 +43,21 @@ def exact(name='sps', **values):
 
 
 def losses(model, ids):
-    """The loss at each position (T,)."""
+    """Return the loss at each position (T,)."""
     return F.cross_entropy(model.final_hidden(ids[None, :-1])[0] @ model.head.weight.T, ids[1:], reduction='none')
 
 
 def gradients_of_a_copy(model, ids, stream, position, steps):
-    """[{parameter: gradient}] of the losses at `steps`, of copies that compute one position of a stream.
+    """Return [{parameter: gradient}] of the losses at `steps` for one position of a stream.
 
-    Its input has a copy too: the embedding in the stream x, <predict> in rho.
+    Copies of the parameters compute that position, from a copy of its embedding or <predict>.
     """
     model = copy.deepcopy(model)
     own, added = {}, torch.zeros(model.config.n_embd, dtype=torch.float64, requires_grad=True)
     last = {*model.blocks[-1].modules()} if getattr(model, 'output', (0,)) == (1,) else ()
 
     def with_own(x, mine, shared, first):
-        """Replaces mine at the position; x has both streams, or the one called `first` alone."""
+        """Use `mine` at the position, `shared` elsewhere. x: both streams, or only `first`."""
         at = position + T * (stream - first)
         is_own = torch.arange(x.shape[1]) == (at if at >= 0 else x.shape[1])
         return torch.where(is_own.view(-1, *[1] * (x.dim() - 2)), mine, shared)
@@ -79,14 +79,14 @@ def gradients_of_a_copy(model, ids, stream, position, steps):
 
 
 def norms_with_copies(model, ids, positions, steps):
-    """Norms (losses, S, P) of the gradients with respect to copies of the parameters for each position and stream."""
+    """Return gradient norms (losses, S, P) for parameter copies per position and stream."""
     return torch.tensor([[[sum(g.square().sum() for g in gradients.values()) for gradients in gradients_of_a_copy(
         model, ids, stream, p, steps)] for p in positions] for stream in range(1 + hasattr(model.config, 'method'))],
         dtype=torch.float64).sqrt().permute(2, 0, 1)
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_gradient_norms_are_those_of_a_copy_of_the_parameters_for_each_position_and_stream(name):
+def test_gradient_norms_equal_those_of_a_parameter_copy_per_position(name):
     file, values = MODELS[name]
     model = exact(file, eos_id=None, **values)
     positions, steps = torch.tensor([0, 4, 5, 11]), torch.tensor([11, 13])
@@ -94,7 +94,7 @@ def test_gradient_norms_are_those_of_a_copy_of_the_parameters_for_each_position_
     want = norms_with_copies(model, IDS, positions.tolist(), steps)
     assert got.dtype == torch.float64 and (want > 0).sum() >= len(want) * 4 - 4
     assert torch.allclose(got, want, rtol=1e-6, atol=1e-14)
-    # the copies are used wherever the parameters are: their gradients add up to those of the parameters
+    # the gradients of all copies add up to those of the parameters
     total = {}
     for stream in range(got.shape[1]):
         for p in range(T):
@@ -121,7 +121,7 @@ def test_ratios_are_taken_per_example_and_then_averaged():
     assert torch.allclose(gradient_flow.mean_ratios(model, documents, s), torch.stack(examples).mean(0), rtol=1e-6)
 
 
-def test_models_whose_question_makes_no_sense_are_a_sentence():
+def test_unsupported_models_give_a_clear_error():
     for model in (make('context_ready', K=2, block='llama'), make('gpn', n_head=0)):
         with pytest.raises(UserError, match='expected a run of standard, sps or nextlat'):
             gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
@@ -131,7 +131,7 @@ def test_models_whose_question_makes_no_sense_are_a_sentence():
 
 
 @pytest.mark.parametrize('method', ['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'])
-def test_extra_nll_is_that_of_a_mask_built_pair_by_pair(method):
+def test_extra_nll_equals_that_of_a_pairwise_mask(method):
     model = make(method=method, window=None if method == 'two_x_memory' else 3, eos_id=None)
     model.config.pad_rows_in_loss = False
     windows, s = torch.stack([IDS, IDS.flip(0)]), restricted_state.Settings()
@@ -144,7 +144,7 @@ def test_extra_nll_is_that_of_a_mask_built_pair_by_pair(method):
     cut = restricted_state.nll_by_position(restricted_state.restricted(model, 4), windows, s)
     assert torch.allclose(cut, nll[4], atol=1e-5)
     changed = (nll[4] - nll[None]).abs() > 1e-9
-    assert changed.tolist() == [False] * 5 + [True] * 9  # positions 0 ... omega see all there is
+    assert changed.tolist() == [False] * 5 + [True] * 9  # positions 0 ... omega see everything
 
 
 def test_a_standard_transformer_is_restricted_by_its_window():
@@ -166,7 +166,7 @@ def test_long_documents_are_whole_validation_documents(tmp_path, capsys):
         long_documents(data, 42, 50, 1)
 
 
-def test_trends_are_of_order_two_and_end_where_no_path_leads():
+def test_trends_are_quadratic_and_end_where_the_gradient_is_zero():
     assert np.allclose(smoothed(np.arange(8.0) ** 2, 21), np.arange(8.0) ** 2) and list(smoothed([1, 2], 21)) == [1, 2]
     falling = [10.0 ** -k for k in range(30)]
     *trend, a, b = gradient_flow.log_trend(falling + [0.0] * 2)
@@ -200,7 +200,8 @@ def test_figure_5b_of_tiny_runs(tiny_runs, tmp_path):
     result = succeeded(run('-m', 'analysis.restricted_state', *tiny_runs, f'--out={tmp_path}/b', '--omega=6',
                            '--n_documents=5', '--batch_size=2', '--device=cpu'))
     rows, extra = read_csv(tmp_path / 'b.csv'), {}
-    assert [row['position'] for row in rows] == [str(i) for i in range(8, 33)] * 3  # from 1; 1 to 7 lose nothing
+    # positions count from 1, and 1 to 7 see everything
+    assert [row['position'] for row in rows] == [str(i) for i in range(8, 33)] * 3
     for row in rows:
         extra.setdefault(row['label'], []).append(float(row['restricted_nll']) - float(row['nll']))
         assert float(row['extra_nll']) == pytest.approx(extra[row['label']][-1])

@@ -1,13 +1,13 @@
-"""The structure of the repository: who imports whom, that nobody patches anybody, and how much code training loads."""
+"""The structure of the repository: imports, no monkey-patching, and the code loaded in training."""
 import ast
 import re
 
 import pytest
-from conftest import ROOT, run_apart
+from conftest import ROOT, run_subprocess
 
 SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
-GROUND = {'common.files', 'common.settings'}
-ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may import anything
+BASE = {'common.files', 'common.settings'}
+ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may import anything
     'common.start': set(),
     'common.files': set(),
     'common.settings': {'common.files'},
@@ -15,13 +15,13 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
     'common.machine': {'common.files', 'common.gpu'},
     'common.recomputing': set(),
     'common.decoding': {'common.files', 'common.recomputing', 'common.settings'},
-    'data': {'data', 'common.start', 'common.decoding', *GROUND},
+    'data': {'data', 'common.start', 'common.decoding', *BASE},
     'common.parallel': {'common.files'},
     'common.checkpoint': {'common.files', 'common.parallel', 'common.sharding'},
-    'common.runs': {'common.checkpoint', 'data', *GROUND},
+    'common.runs': {'common.checkpoint', 'data', *BASE},
     'common.sharding': {'common.parallel'},
-    'common.continuing': {'common.runs', 'common.checkpoint', *GROUND},
-    'common.run_settings': {'common.runs', 'common.continuing', 'common.machine', 'data', *GROUND},
+    'common.continuing': {'common.runs', 'common.checkpoint', *BASE},
+    'common.run_settings': {'common.runs', 'common.continuing', 'common.machine', 'data', *BASE},
     'common.validation': {'common.parallel'},
     'common.muon': {'common.files', 'common.machine'},
     'common.memory': set(),
@@ -43,21 +43,21 @@ ARROWS = {  # room: the rooms that it may import; analysis, bench and tests may 
 }
 LOADED_BY_QUICKSTART = 4000
 
-# Documented settings of PyTorch, made once.
+# Documented PyTorch settings, each set once.
 ALLOWED_WRITES = {('common/gpu.py', name) for name in (
     'torch._dynamo.config.allow_unspec_int_on_nn_module', 'torch._dynamo.config.optimize_ddp',
     'torch._dynamo.config.recompile_limit', 'functorch.backward_pass_autocast', 'inductor.triton.mix_order_reduction')}
 
 
 def modules():
-    """{name: path} of the repository's modules outside tests, bench and analysis."""
-    paths = [*ROOT.glob('*.py'), *(p for room in ('common', 'data', 'scans') for p in (ROOT / room).glob('*.py'))]
+    """Return {name: path} of all modules except in tests, bench and analysis."""
+    paths = [*ROOT.glob('*.py'), *(p for folder in ('common', 'data', 'scans') for p in (ROOT / folder).glob('*.py'))]
     names = {p: '.'.join(p.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__') for p in paths}
     return {name: path for path, name in names.items()}
 
 
 def imports(path, known):
-    """The repository's modules that a file imports, wherever in the file."""
+    """Return the modules of the repository that a file imports, anywhere in the file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -68,21 +68,21 @@ def imports(path, known):
     return found & known
 
 
-def room(module):
+def group(module):
     first = module.partition('.')[0]
     if first in SCRIPTS:
         return 'scripts'
     return 'models' if first.startswith('model_') else module if first == 'common' else first
 
 
-def test_imports_follow_the_plan():
+def test_imports_follow_the_allowed_directions():
     known = set(modules())
     for module, path in modules().items():
         for imported in imports(path, known):
-            assert room(module) in ARROWS, f'{module} has no place in ARROWS: add it'
-            allowed = ARROWS[room(module)]
-            assert {imported, imported.partition('.')[0], room(imported)} & allowed, f'{module} imports {imported}'
-            if room(module) == 'models':  # each has its own scan, if any
+            assert group(module) in ALLOWED_IMPORTS, f'add {module} to ALLOWED_IMPORTS'
+            allowed = ALLOWED_IMPORTS[group(module)]
+            assert {imported, imported.partition('.')[0], group(imported)} & allowed, f'{module} imports {imported}'
+            if group(module) == 'models':  # only its own scan
                 own_scan = f'scans.{module.removeprefix("model_")}'
                 assert imported in ('attn_kernels', 'scans', own_scan), (module, imported)
 
@@ -102,7 +102,7 @@ def test_no_circular_imports():
 
 
 def writes_to_imported(source):
-    """What a source assigns, deletes or patches of imported modules, classes and functions, and any `.forward`."""
+    """List assignments, deletions and patches of imported names, and of any `.forward`."""
     tree, found = ast.parse(source), []
     imported = {(alias.asname or alias.name).partition('.')[0] for node in ast.walk(tree)
                 if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
@@ -149,7 +149,7 @@ print('lines loaded:', sum(lines.values()))
 
 @pytest.mark.slow
 def test_the_quickstart_loads_little_code(tiny_data, tmp_path):
-    result = run_apart('-c', TINY_QUICKSTART, 'config/quickstart.py', f'--data={tiny_data}', '--block_size=32',
+    result = run_subprocess('-c', TINY_QUICKSTART, 'config/quickstart.py', f'--data={tiny_data}', '--block_size=32',
                        f'--out_dir={tmp_path / "run"}', '--max_tokens=256', '--warmup_tokens=0', '--eval_tokens=64',
                        '--n_layer=1', '--n_embd=32', '--n_head=2', '--sample_tokens=4', '--device=cpu')
     assert result.returncode == 0, result.stderr

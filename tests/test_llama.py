@@ -1,4 +1,4 @@
-"""Hugging Face folders become runs with the same logits, losses and gradients, and go back bit for bit."""
+"""Hugging Face models import with equal logits, losses and gradients, and export bitwise."""
 import json
 import re
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ LLAMA3 = {'rope_type': 'llama3', 'rope_theta': 5e5, 'factor': 8.123456789, 'low_
           'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
 FOLDERS = {  # name: (family, settings)
     'Llama 2': ('llama', dict(num_key_value_heads=6)),
-    'a Llama with a window that it does not read': ('llama', dict(sliding_window=5)),
+    'Llama with an ignored window': ('llama', dict(sliding_window=5)),
     'Llama 3': ('llama', dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
     'linear positions': ('llama', dict(rope_parameters={'rope_type': 'linear', 'rope_theta': 1e4, 'factor': 2.5})),
     'TinyLlama': ('llama', dict(rms_norm_eps=1e-5)),
@@ -34,18 +34,18 @@ FOLDERS = {  # name: (family, settings)
     'Qwen3': ('qwen3', dict(head_dim=16)),
 }
 
-NO_SIZES = TINY[3:]  # options of train.py without those of the model
+NO_SIZES = TINY[3:]  # TINY without the model's options
 
 
 def make_folder(folder, name, dtype=torch.float32):
-    """A random model of a family, in eval mode, and its folder."""
+    """Save a random model of a family and return it in eval mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
     family, values = FOLDERS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **values}), dtype=dtype).eval()
-    for p in model.parameters():  # a common offset in a logit, and biases that matter
+    for p in model.parameters():  # large enough that norms and biases matter
         torch.nn.init.normal_(p, std=0.2 if p.dim() > 1 else 0.5)
-    model.save_pretrained(folder, max_shard_size='50KB' if name == 'Qwen3' else '1GB')  # several files, or one
+    model.save_pretrained(folder, max_shard_size='50KB' if name == 'Qwen3' else '1GB')  # one file or several
     return model
 
 
@@ -61,7 +61,7 @@ def import_run(folder, out):
 
 @pytest.mark.parametrize('name', FOLDERS)
 def test_logits_loss_gradients_and_cached_decoding_equal_hugging_face(name, tmp_path):
-    """In float64, but for Hugging Face's norms and angles, which are fp32."""
+    """In float64, except Hugging Face's norms and angles, which are fp32."""
     theirs = make_folder(tmp_path / 'folder', name).double()
     model, record = import_run(tmp_path / 'folder', tmp_path / 'run')
     model = model.double()
@@ -84,7 +84,7 @@ def test_logits_loss_gradients_and_cached_decoding_equal_hugging_face(name, tmp_
 
 @pytest.mark.parametrize('name', [name for name, (family, _) in FOLDERS.items() if family == 'llama'])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_a_llama_comes_back_bit_for_bit(name, dtype, tmp_path):
+def test_a_llama_round_trip_is_bitwise(name, dtype, tmp_path):
     theirs = make_folder(tmp_path / 'folder', name, dtype)
     import_run(tmp_path / 'folder', tmp_path / 'run')
     export.export_run(tmp_path / 'run', tmp_path / 'back')
@@ -92,14 +92,14 @@ def test_a_llama_comes_back_bit_for_bit(name, dtype, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     again = type(theirs).from_pretrained(tmp_path / 'back', dtype=dtype)
     idx = torch.randint(0, 257, (2, 40))
-    idx[:, ::5] = 0  # an id that Hugging Face would mask in a prompt if it was padding, as any other
+    idx[:, ::5] = 0  # must not be taken for padding, which Hugging Face masks
     logits = theirs(input_ids=idx).logits
     assert torch.equal(again(input_ids=idx).logits, logits) and again.config.eos_token_id == 256
     assert again.generate(idx, max_new_tokens=1, do_sample=False)[:, -1].equal(logits[:, -1].argmax(-1))
 
 
-def test_weights_are_those_that_transformers_loads(tmp_path):
-    """model.safetensors is taken before an older index, and a tied table under either name."""
+def test_import_reads_the_weights_that_transformers_loads(tmp_path):
+    """model.safetensors has priority over an index; a tied table may have either name."""
     make_folder(tmp_path / 'folder', 'Llama 3')
     config, path = tmp_path / 'folder/config.json', tmp_path / 'folder/model.safetensors'
     tensors = load_file(path)
@@ -122,13 +122,13 @@ NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn
 @pytest.mark.parametrize('weights, config, part', [
     ({NAME: None}, {}, f"missing keys ['{NAME}']"), ({BIAS: torch.zeros(48)}, {}, f"unexpected keys ['{BIAS}']"),
     ({NAME: torch.zeros(48, 48)}, {}, 'mismatched keys'), ({}, {'num_hidden_layers': 3}, 'missing keys'),
-    ({}, {'model_type': 'gpt2'}, 'is a gpt2: expected one of llama, mistral, qwen2, qwen3'),
-    ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "its positions by 'yarn'"),
-    ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'no row for'),
+    ({}, {'model_type': 'gpt2'}, "has model_type = 'gpt2': expected one of llama, mistral, qwen2, qwen3"),
+    ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "rope_type 'yarn'"),
+    ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'has a vocabulary of 200 rows'),
     ({}, {'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
-          'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some of its layers'),
+          'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some layers only'),
     ({}, {'hidden_size': 'x'}, 'could not be read')])
-def test_a_folder_that_does_not_fit_is_a_sentence(weights, config, part, tmp_path):
+def test_unsupported_folders_give_a_clear_error(weights, config, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
     path = tmp_path / 'folder/model.safetensors'
     tensors = load_file(path) | weights
@@ -140,7 +140,7 @@ def test_a_folder_that_does_not_fit_is_a_sentence(weights, config, part, tmp_pat
 
 
 def test_command_line(tmp_path):
-    """Printed commands are quoted."""
+    """Also checks that printed commands are quoted."""
     folder, out = tmp_path / 'a folder', tmp_path / 'a run'
     make_folder(folder, 'Llama 2')
     command = ['-m', 'common.export', out]
@@ -155,7 +155,7 @@ def test_command_line(tmp_path):
     succeeded(run(*command, f'--to_llama={tmp_path / "back"}/'))
     for again in ([*command, f'--to_llama={tmp_path / "back"}'], import_it):
         assert_sentence(run(*again), 'exists')
-    assert_sentence(run(*command), 'expected one run, and what to do')
+    assert_sentence(run(*command), 'expected one run and one option')
     make_folder(tmp_path / 'qwen', 'Qwen2')
     import_run(tmp_path / 'qwen', tmp_path / 'biased')
     with pytest.raises(UserError, match='qkv_bias = True, which is not supported for Llama'):
@@ -172,8 +172,8 @@ def start_from(source, out, data, *args):
     (['--model=standard'], None), (['--model=sps', '--window=4'], None),
     (['--model=nextlat', '--horizon=2'], 'dynamics.fc1.weight'),
     (['--model=context_ready', '--block=llama', '--K=3'], 'correction.down.weight')])
-def test_training_goes_on_from_a_folder_as_any_architecture(args, keeps, tiny_data, tmp_path):
-    """With the settings of the source; where parts are new, the logits at step 0 are the source's, and said to be."""
+def test_an_imported_model_can_be_trained_as_any_architecture(args, keeps, tiny_data, tmp_path):
+    """Uses the settings of the source; new parts leave the logits at step 0 unchanged."""
     make_folder(tmp_path / 'folder', 'Llama 3')
     import_run(tmp_path / 'folder', tmp_path / 'source')
     out = tmp_path / 'run'
@@ -181,25 +181,25 @@ def test_training_goes_on_from_a_folder_as_any_architecture(args, keeps, tiny_da
     record = runs.read_run(out)
     assert record['model_config']['n_kv_head'] == 2 and record['model_config']['eos_id'] is None
     if keeps:
-        assert f'{keeps} ' in result.stdout.replace(',', ' ') and 'its logits change by at most' in result.stdout
+        assert f'{keeps} ' in result.stdout.replace(',', ' ') and 'the logits differ by at most' in result.stdout
 
 
 @pytest.mark.parametrize('name, model, parts', [
     ('Llama 2', ['--model=context_ready'], ['does not fit this model']),
-    ('Mistral', ['--model=nextlat', '--horizon=2'], ['cannot become this model', 'window'])])
-def test_what_another_architecture_cannot_take_is_a_sentence(name, model, parts, tiny_data, tmp_path):
+    ('Mistral', ['--model=nextlat', '--horizon=2'], ['cannot be converted to this model', 'window'])])
+def test_incompatible_architectures_give_a_clear_error(name, model, parts, tiny_data, tmp_path):
     make_folder(tmp_path / 'folder', name)
     import_run(tmp_path / 'folder', tmp_path / 'source')
     assert_sentence(start_from(tmp_path / 'source', tmp_path / 'run', tiny_data, *model), *parts)
-    if name == 'Mistral':  # sps does not take the window of its source
+    if name == 'Mistral':  # sps does not use the window of the source
         succeeded(start_from(tmp_path / 'source', tmp_path / 'sps', tiny_data, '--model=sps'))
         assert runs.read_run(tmp_path / 'sps')['model_config']['window'] == 64
 
 
 @pytest.mark.parametrize('in_config, in_generation, has_end', [
     ('END', None, True), (256, [256, 'END'], True), (['END', 256], 256, True), (256, 256, False)])
-def test_every_end_is_named_and_ends_a_text_and_comes_back(in_config, in_generation, has_end, tmp_path, capsys):
-    """Ends are the ids of config.json, those of generation_config.json and the tokenizer's eos."""
+def test_every_eos_id_is_printed_ends_texts_and_is_exported(in_config, in_generation, has_end, tmp_path, capsys):
+    """Eos ids come from config.json, generation_config.json and the tokenizer."""
     make_folder(tmp_path / 'folder', 'Llama 2')
     model, _ = import_run(tmp_path / 'folder', tmp_path / 'plain')
     free, = generate(model, [[97, 98]], 12, temperature=0)
@@ -229,10 +229,8 @@ ADDED = {'__type': 'AddedToken', 'content': '<end>'}
     ('<x>', {'eos_token': '<end>', 'bos_token': '<end>'}, None, '<end>'), ('<x>', {}, '<end>', '<end>'),
     ('</s>', {'eos_token': '</s>'}, '<end>', '<end>'), ('</s>', {'eos_token': '<none>'}, None, '</s>'),
     ('<x>', {'eos_token': '<none>'}, None, None), ('</s>', {}, '<none>', None)])
-def test_eos_and_bos_are_those_of_tokenizer_config_or_known_or_given(known, told, option, eos, tmp_path):
-    """They are kept in the run. A token that the tokenizer lacks is not its eos. Texts start with bos if the folder's
-    do: here with <start>.
-    """
+def test_eos_and_bos_come_from_the_option_tokenizer_config_or_known_names(known, told, option, eos, tmp_path):
+    """The run keeps them. Unknown tokens are ignored. The tokenizer prepends <start> to texts."""
     from tokenizers import Tokenizer, processors
     make_folder(tmp_path / 'folder', 'more rows than ids')
     own = Tokenizer.from_str(train_tokenizer([], 257).replace('<|endoftext|>', known))
@@ -243,7 +241,7 @@ def test_eos_and_bos_are_those_of_tokenizer_config_or_known_or_given(known, told
     command = ['-m', 'common.export', tmp_path / 'run', f'--from_llama={tmp_path}/folder']
     result = run(*command, *([f'--eos_token={option}'] if option else []))
     if eos is None:
-        return assert_sentence(result, f'has no token that ends a document: expected {option or "<|endoftext|>"}')
+        return assert_sentence(result, f'has no eos token: expected {option or "<|endoftext|>"}')
     succeeded(result)
     data = runs.read_run(tmp_path / 'run')['data']
     tokenizer, bos = load_tokenizer(data['tokenizer']), told.get('bos_token')

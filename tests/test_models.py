@@ -1,4 +1,4 @@
-"""The contract that every model file keeps, and what each one must equal."""
+"""The interface that every model file implements, and properties common to all models."""
 import contextlib
 import copy
 import dataclasses
@@ -74,21 +74,21 @@ def make(variant, device='cpu'):
     model = small_model(name, values).to(device).eval()
     # larger than at the start of training, so that attention is far from uniform
     for weight, p in model.named_parameters():
-        if p.dim() >= 2:  # but a recurrence must not be chaotic: fp32 would tell nothing
+        if p.dim() >= 2:  # smaller for recurrences, which must not be chaotic
             recurrent = weight.startswith('correction.') or values.get('variant') == 'tied'
             torch.nn.init.normal_(p, std=0.05 if recurrent else 0.1 if name == 'gpn' else 0.15)
     return model
 
 
 def small_model(name, values):
-    """A model of a file, as small as its Config has settings for."""
+    """Build a small model of a file, with those settings in SMALL that its Config has."""
     module = runs.model_file(name)
     own = {field.name for field in dataclasses.fields(module.Config)}
     return module.Model(module.Config(**{key: value for key, value in SMALL.items() if key in own} | values))
 
 
 def from_config_file(path):
-    """The model of a config file on the meta device."""
+    """Build the model of a config file on the meta device."""
     values = settings.read_config_file(f'config/{path}.py')
     module = runs.model_file(values.get('model', 'standard'))
     names = module.Config.__dataclass_fields__
@@ -97,13 +97,13 @@ def from_config_file(path):
 
 
 def needs_extend(variant):
-    """Skip a test of decoding with a cache, which is optional."""
+    """Skip tests of cached decoding for models without it (it is optional)."""
     if not hasattr(runs.model_file(VARIANTS[variant][0]).Model, 'extend'):
         pytest.skip(f'{variant} has no extend')
 
 
 def some_tokens(B, T, seed=0):
-    """Random ids with documents of various lengths, empty ones among them."""
+    """Return random ids with documents of various lengths, including empty ones."""
     generator = torch.Generator().manual_seed(seed)
     idx = torch.randint(0, 59, (B, T), generator=generator)
     idx[torch.rand(B, T, generator=generator) < 0.1] = 59
@@ -122,9 +122,9 @@ def test_cached_decoding_equals_full_forward(variant, seed, device):
 
 @torch.no_grad()
 def decode_in_pieces(model, idx, max_run, seed=0, tolerance=1e-4):
-    """Compare with `logits` and `final_hidden`: ragged rows, random cuts into extend calls, rollbacks.
+    """Compare with `logits` and `final_hidden`: ragged rows, random extend calls, rollbacks.
 
-    Half of the calls end in wrong tokens, ends of documents among them, like drafts that are refused.
+    Half of the calls end in wrong tokens, including eos, like rejected drafts.
     """
     rng, (B, T), device = random.Random(seed), idx.shape, idx.device
     want, hidden = model.logits(idx)[..., :60], model.final_hidden(idx)
@@ -146,7 +146,7 @@ def decode_in_pieces(model, idx, max_run, seed=0, tolerance=1e-4):
             kept = min(run[b], max_run) - wrong[b]
             if kept > 0:
                 assert (cache.hidden[b, :kept] - hidden[b, done[b] - kept:done[b]]).abs().max() < tolerance
-        # right tokens can be forgotten, too
+        # correct tokens can be rolled back, too
         back = [rng.choice([0, 0, min(n, max_run - w)]) for n, w in zip(right, wrong)]
         cache.rollback(torch.tensor([n + w for n, w in zip(back, wrong)], device=device))
         done = [d - n for d, n in zip(done, back)]
@@ -154,8 +154,8 @@ def decode_in_pieces(model, idx, max_run, seed=0, tolerance=1e-4):
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
-def test_short_runs_have_static_shapes_and_never_wait_for_a_device(variant, monkeypatch):
-    """Tensors of the meta device have no values: whatever would wait for one on a GPU fails here."""
+def test_short_extends_have_static_shapes_and_no_host_sync(variant, monkeypatch):
+    """Meta tensors have no values, so code that would sync with a GPU fails here."""
     needs_extend(variant)
     monkeypatch.setattr(torch, 'autocast', lambda *_, **__: contextlib.nullcontext())  # not available on meta
     name, values = VARIANTS[variant]
@@ -173,10 +173,10 @@ def test_short_runs_have_static_shapes_and_never_wait_for_a_device(variant, monk
 
 @pytest.mark.parametrize('variant', ['gpn, loop', 'gdn', 'gdn, documents'])
 @torch.no_grad()
-def test_a_recorded_step_decodes_as_the_step_does(variant):
-    """As in a CUDA graph: tensors of the state stay the same, and no value comes to Python.
+def test_a_traced_step_decodes_like_extend(variant):
+    """As in a CUDA graph: the state tensors are reused, and Python reads no values.
 
-    On a CPU, attention reads only the filled slots of its cache, whose number a graph would freeze.
+    Without attention, which on a CPU reads only the filled slots: a graph would fix their number.
     """
     model, idx = make(variant), some_tokens(2, 9)
     want, cache = model.logits(idx), model.new_cache(2, 9, max_run=2)
@@ -189,7 +189,7 @@ def test_a_recorded_step_decodes_as_the_step_does(variant):
             assert (step(idx[:, t:t + 1]) - want[:, t])[:, :60].abs().max() < 1e-4
 
 
-def test_a_full_cache_is_a_sentence():
+def test_a_full_cache_gives_a_clear_error():
     model = make('sps')
     with pytest.raises(ValueError, match='a row of 4 tokens does not fit a cache of max_tokens = 3'):
         model.extend(torch.zeros(1, 4, dtype=torch.int64), model.new_cache(1, 3))
@@ -203,12 +203,12 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     targets = torch.roll(idx, -1, 1)
     targets[1, 3:9] = -1
     if VARIANTS[variant][0] == 'context_ready' and model.config.K > 1:
-        model.config.K = model.n_unrolls = 31  # T + 1 unrolls are streaming, whose states `final_hidden` gives
+        model.config.K = model.n_unrolls = 31  # T + 1 unrolls equal streaming, as in `final_hidden`
     out = model(idx, targets)
     if model.config.eos_id is not None:
         targets = targets.masked_fill(idx == 59, -1)
     nll_of = lambda logits: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    if hasattr(model, 'final_hidden'):  # padding ids may take part in the training softmax, which costs a little
+    if hasattr(model, 'final_hidden'):  # the training softmax may include padding ids, so nll is slightly larger
         assert torch.allclose(out['nll'], nll_of(model.head(model.final_hidden(idx))), atol=1e-5)
     assert -1e-5 < out['nll'] - nll_of(model.logits(idx)) < 1
     out['loss'].backward()
@@ -217,7 +217,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
 
 
 @pytest.mark.parametrize('variant', ALL_FILES)
-def test_a_window_of_prompt_alone_costs_nothing(variant):
+def test_a_window_without_targets_has_zero_loss(variant):
     model, idx = make(variant).train(), some_tokens(2, 12)
     out = model(idx, torch.full_like(idx, -1))
     out['loss'].backward()
@@ -252,7 +252,7 @@ def test_bf16_weights_and_autocast_stay_close_to_fp32(variant, device):
 @pytest.mark.parametrize('variant, head_of_trunk', [
     ('mtp, documents', lambda model, idx, trunk: model.norm(model.blocks[-1](trunk, *model._prepare(idx)))),
     ('bst, documents, half of the pairs', lambda model, idx, trunk: model._next_state(trunk))])
-def test_trunk_is_the_state_below_what_the_head_multiplies(variant, head_of_trunk):
+def test_final_hidden_follows_from_the_trunk(variant, head_of_trunk):
     model, idx = make(variant), some_tokens(2, 12)
     assert torch.allclose(head_of_trunk(model, idx, model.trunk(idx)), model.final_hidden(idx), atol=1e-5)
 
@@ -270,14 +270,14 @@ def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(variant):
         model(idx, idx)['loss'].backward()
         found.append((len(calls), [p.grad for p in model.parameters()]))
     (once, want), (twice, got) = found
-    future = len(getattr(model, 'future', []))  # MTP's, which are always checkpointed
+    future = len(getattr(model, 'future', []))  # MTP's heads, which are always checkpointed
     assert twice == 2 * (once - future) > 0
     assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize('variant', ALL_FILES)
-def test_an_edit_of_logits_is_an_edit_of_loss_evaluation_and_decoding(variant, monkeypatch):
-    """A soft cap with a learned scale."""
+def test_editing_logits_changes_loss_evaluation_and_decoding(variant, monkeypatch):
+    """The edit is a soft cap with a learned scale."""
     model, idx = make(variant), some_tokens(2, 30)
     model.scale = torch.nn.Parameter(torch.tensor(1.7))
     if VARIANTS[variant][0] == 'context_ready' and model.config.K > 1:
@@ -291,7 +291,7 @@ def test_an_edit_of_logits_is_an_edit_of_loss_evaluation_and_decoding(variant, m
     assert abs(out['nll'] - want) < 1e-5 and abs(want - nll) > 1e-3
     out['loss'].backward()
     want_grad, = torch.autograd.grad(want, [model.scale])
-    alone = torch.equal(out['loss'], out['nll'])  # no further part of the loss multiplies by the head
+    alone = torch.equal(out['loss'], out['nll'])  # no other part of the loss uses the head
     assert abs(model.scale.grad) > 1e-5 and (not alone or abs(model.scale.grad - want_grad) < 1e-5)
     new, cache = model.logits(idx)[..., :60], model.new_cache(2, 30)
     assert (new - logits).abs().max() > 1e-2
@@ -308,12 +308,12 @@ def test_an_edit_of_logits_is_an_edit_of_loss_evaluation_and_decoding(variant, m
         'standard, grouped queries', 'reverse_sps, top layer', 'mtp, documents',
         'jtp, documents', 'gpn, one layer, documents', 'gdn, documents, loop'))])
 def test_compiled_cuda_training_equals_eager_and_is_compiled_once(variant, monkeypatch):
-    """Without a GPU by a backend that generates no code."""
+    """Without a GPU, uses a backend that generates no code."""
     from torch._dynamo.utils import counters
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device == 'cpu':
         monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
-    torch.compiler.reset()  # what another test has compiled
+    torch.compiler.reset()  # forget compiled code of other tests
     counters.clear()
     model = make(variant, device).train()
     compiled, graphs = machine.Machine(0, 1, torch.device(device)).compiled(model, True), []
@@ -338,7 +338,7 @@ class InFp32(torch.nn.Linear):
 
 
 @pytest.mark.slow
-def test_a_compiled_backward_has_the_dtypes_of_an_eager_one(monkeypatch):
+def test_a_compiled_backward_has_the_dtypes_of_eager(monkeypatch):
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
     torch.compiler.reset()
     layer, x, grads = InFp32(32, 32), torch.randn(64, 32), []
@@ -361,7 +361,7 @@ def test_flops_count_the_matrices_and_the_pairs_of_the_pattern(name, values):
     weights, pairs = 64 * C, 0
     for layer in range(3):
         keys, queries = model.streams(layer) if name == 'sps' else [(0,), (0,)]
-        weights += len(keys) * 2 * C * C + len(queries) * (2 * C * C + 3 * C * 3 * C)  # k and v; the rest of a block
+        weights += len(keys) * 2 * C * C + len(queries) * (2 * C * C + 3 * C * 3 * C)  # k and v; q, output and MLP
         pairs += int(attn_kernels._whole_mask(model.sees, T, None, keys, queries, 'cpu').sum())
     assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * C * pairs / T)
 
@@ -374,7 +374,7 @@ def test_flops_count_the_matrices_and_the_pairs_of_the_pattern(name, values):
     ('gpn/gpn_130m', 129.2), ('gpn/gpn_2l', 132.8), ('gpn/gpn_nomem', 130.5), ('gpn/gpn_50m_bias', 50.2),
     ('gpn/gpn_50m_memory_bias', 49.8), ('gpn/gdn_130m', 130.5), ('context_ready/owt_d1_c2048', 215),
     ('context_ready/owt_d5_c1120', 157), ('context_ready/owt_n6_c1088', 155), ('context_ready/owt_n12_c768', 134)])
-def test_parameters_at_the_papers_sizes(path, millions):
+def test_parameter_counts_match_the_papers(path, millions):
     digits = 1 if isinstance(millions, float) else -1 if millions % 10 == 0 and path.startswith('nextlat') else 0
     found = sum(p.numel() for p in from_config_file(path).parameters()) / 1e6
     assert round(found, digits) == millions
@@ -393,21 +393,21 @@ def test_parameters_at_the_papers_sizes(path, millions):
     ('context_ready', dict(variant='extra_ffn'), 'nothing to unroll'),
     ('context_ready', dict(qk_norm=True), "settings of block = 'llama'"),
     ('context_ready', dict(n_embd=18, n_head=2), 'even whole number')])
-def test_settings_that_exclude_each_other_are_sentences(name, values, sentence):
+def test_conflicting_settings_give_a_clear_error(name, values, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         runs.model_file(name).Config(**values)
 
 
 @pytest.mark.parametrize('tied_head', [True, False])
-def test_init_torch_leaves_linear_layers_as_torch_makes_them(tied_head):
+def test_init_torch_keeps_the_default_init_of_linear_layers(tied_head):
     torch.manual_seed(0)
     values = dict(n_layer=1, n_head=2, n_embd=128, vocab_size=512, n_ids=512, eos_id=None, qkv_bias=True)
     model = model_standard.Model(model_standard.Config(init='torch', tied_head=tied_head, **values))
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not (name == 'head' and tied_head):
-            bound = module.in_features ** -0.5  # nn.Linear's default is uniform between these
+            bound = module.in_features ** -0.5  # nn.Linear's default is uniform in (-bound, bound)
             for p in module.parameters():
                 assert 0.95 * bound < p.abs().max() <= bound and abs(p.std() * 3 ** 0.5 / bound - 1) < 0.05
     embed = model.embed.weight
-    assert abs(embed.std() / 0.02 - 1) < 0.02 and embed.abs().max() > 0.07  # normal
+    assert abs(embed.std() / 0.02 - 1) < 0.02 and embed.abs().max() > 0.07  # a normal distribution
     assert (model.head.weight is embed) == tied_head

@@ -1,11 +1,11 @@
-"""NextLat, MTP and JTP against a transcription of the paper in float64; drafting against full forwards."""
+"""NextLat, MTP and JTP against the paper's equations in float64; drafts against full forwards."""
 import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import attended, bytes_kept, turned
+from conftest import rotary, rotary_attention, saved_bytes
 
 import attn_kernels
 from common import runs
@@ -14,7 +14,7 @@ EOS = 19
 
 
 def make(name='nextlat', eos_id=EOS, dtype=torch.float64, cap=None, **values):
-    """A small model with large random weights. cap: a soft cap of the logits, added to `_logits` as a fork would."""
+    """Return a small model with large weights. cap: soft cap of the logits, as in a fork."""
     torch.manual_seed(0)
     module = runs.model_file(name)
     config = module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=eos_id, **values)
@@ -31,19 +31,19 @@ def soft_cap(logits, cap):
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-# ---- the paper, one sequence at a time ----
+# ---- the paper's equations, one sequence at a time ----
 
 def norm(x, layer):
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight
 
 
 def block(h, layer, documents):
-    """h (T, C) through a Transformer block whose tokens see the earlier ones of their document."""
+    """Apply a Transformer block with causal attention within documents to h (T, C)."""
     T = len(h)
     documents = torch.tensor(documents)
     seen = (documents == documents[:, None]).tril().unsqueeze(0)
     qkv = (norm(h, layer.attn_norm) @ layer.qkv.weight.T).view(1, T, 3, 2, -1)
-    h = h + attended(qkv, torch.arange(T), seen)[0] @ layer.attn_out.weight.T
+    h = h + rotary_attention(qkv, torch.arange(T), seen)[0] @ layer.attn_out.weight.T
     gate, up = (norm(h, layer.ffn_norm) @ layer.gate_up.weight.T).chunk(2, -1)
     return h + (F.silu(gate) * up) @ layer.ffn_out.weight.T
 
@@ -58,9 +58,9 @@ def dynamics(h, e, layer):
 
 
 def fetch(h, e, layer):
-    """h (C,), e (i, C), embeddings of the tokens after it -> (C,)."""
+    """JTP's Fetch head: h (C,) and the embeddings e (i, C) of the next tokens -> (C,)."""
     q, k, v = zip(*((layer.qkv.weight @ norm(x, layer.norm)).view(3, 2, -1) for x in (h, *e)))
-    q, k = turned(q[-1], len(e)), torch.stack([turned(x, j) for j, x in enumerate(k)])
+    q, k = rotary(q[-1], len(e)), torch.stack([rotary(x, j) for j, x in enumerate(k)])
     shares = (torch.einsum('hd,jhd->jh', q, k) / math.sqrt(q.shape[-1])).softmax(0)
     mixed = torch.einsum('jh,jhd->hd', shares, torch.stack(v)).flatten()
     return norm(e[-1] + layer.attn_out.weight @ mixed, layer.out_norm)
@@ -72,7 +72,7 @@ def state_loss(a, b, kind):
 
 
 def encode(model, x):
-    """The number of each token's document, the vectors that enter the last block, and the final ones (T, C)."""
+    """Return document numbers (T,), the inputs of the last block, and final states (T, C)."""
     documents = [int((x[:t] == model.config.eos_id).sum()) if model.config.eos_id is not None else 0
                  for t in range(len(x))]
     trunk = model.embed.weight[x]
@@ -82,7 +82,7 @@ def encode(model, x):
 
 
 def ahead(name, model, x, t, encoded):
-    """Yield what the head multiplies to predict x_{t+1+i} from t, given the tokens between, for i = 1, 2, ..."""
+    """Yield the vector that predicts x_{t+1+i} from t and the tokens between, i = 1, 2, ..."""
     (documents, trunk, h), e = encoded, model.embed.weight[x]
     guess = h[t]
     for i in itertools.count(1):
@@ -95,8 +95,8 @@ def ahead(name, model, x, t, encoded):
         yield guess
 
 
-def paper(name, model, idx, targets, cap=None):
-    """{'loss', 'nll', parts} by the paper's equations."""
+def paper_losses(name, model, idx, targets, cap=None):
+    """Return {'loss', 'nll', parts} from the paper's equations."""
     c, head = model.config, model.head.weight
     log_p = lambda h, weight=head: soft_cap(weight @ h, cap).log_softmax(-1)
     nll, h_terms, kl_terms, ce_terms = [], *([[] for _ in range(c.horizon)] for _ in range(3))
@@ -150,7 +150,7 @@ def test_losses_and_gradients_equal_the_papers_equations(name, case, documents, 
     idx[0, [2, 3]] = idx[1, 8] = EOS
     targets = torch.randint(0, 20, (2, 9), generator=generator)
     targets[1, :4] = -1  # a prompt
-    want, got = paper(name, model, idx, targets, case.get('cap')), model(idx, targets)
+    want, got = paper_losses(name, model, idx, targets, case.get('cap')), model(idx, targets)
     assert got.keys() == want.keys()
     for part in want:
         assert abs(got[part] - want[part]) < 1e-6 * abs(want[part]), part
@@ -160,7 +160,7 @@ def test_losses_and_gradients_equal_the_papers_equations(name, case, documents, 
 
 
 @pytest.mark.parametrize('name, T', [('nextlat', 200), ('mtp', 200), ('jtp', 200), ('bst', 20)])
-def test_losses_and_gradients_do_not_depend_on_the_length_of_chunks(name, T, monkeypatch):
+def test_losses_and_gradients_do_not_depend_on_chunk_length(name, T, monkeypatch):
     model, idx = make(name), torch.randint(0, 20, (2, T), generator=torch.Generator().manual_seed(0))
 
     def results(width):  # 2 ** 26: chunks of 256 rows
@@ -171,7 +171,7 @@ def test_losses_and_gradients_do_not_depend_on_the_length_of_chunks(name, T, mon
     torch.testing.assert_close(results(2 ** 26), results(1))
 
 
-def test_the_same_seed_gives_the_same_transformer_to_all():
+def test_one_seed_gives_all_models_the_same_transformer():
     def trunk(name, **values):
         torch.manual_seed(0)
         module = runs.model_file(name)
@@ -192,8 +192,8 @@ DRAFTING = pytest.mark.parametrize('name, case', [('nextlat', dict(horizon=1)), 
 
 @DRAFTING
 @pytest.mark.parametrize('documents', [True, False])
-def test_drafts_are_what_the_training_loss_scores(name, case, documents):
-    """Row by row, after ragged runs and a rollback, in calls of one token and of two."""
+def test_draft_probabilities_are_those_that_training_scores(name, case, documents):
+    """Drafts one token, then two more, after ragged extends and a rollback."""
     model = make(name, EOS if documents else None, cap=2.0, **case).eval()
     idx = torch.randint(0, 19, (3, 12), generator=torch.Generator().manual_seed(2))
     idx[0, 4] = idx[1, 1] = EOS
@@ -201,10 +201,10 @@ def test_drafts_are_what_the_training_loss_scores(name, case, documents):
     model.extend(idx[:, :6], cache, torch.tensor([4, 6, 5]))
     run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
     model.extend(run, cache, torch.tensor([3, 3, 2]))
-    forgotten = model.draft(run[:, 0], cache, 2, lambda logits: (logits.argmax(-1), logits.softmax(-1)))
-    assert forgotten[0].shape == (3, 2)  # by the rollback, with the tokens
+    undone = model.draft(run[:, 0], cache, 2, lambda logits: (logits.argmax(-1), logits.softmax(-1)))
+    assert undone[0].shape == (3, 2)  # the rollback below discards it
     cache.rollback(torch.tensor([1, 0, 1]))
-    held = [6, 9, 6]  # the tokens kept of each row; all within one document from here on
+    held = [6, 9, 6]  # tokens kept per row; from here on each row is in one document
     assert cache.lengths.tolist() == held
     token = torch.stack([idx[b, n] for b, n in enumerate(held)])
     chosen, choices = [], iter([3, 7, 11])
@@ -225,20 +225,20 @@ def test_drafts_are_what_the_training_loss_scores(name, case, documents):
 
 @pytest.mark.parametrize('name, case', [
     ('nextlat', dict(objective='ntp')), ('nextlat', dict(n_dynamics=5)), ('mtp', {}), ('jtp', {})])
-def test_flops_are_those_counted_by_hand(name, case):
+def test_flops_per_token_equal_a_hand_count(name, case):
     model, C, T = make(name, horizon=2, tied_head=True, **case), 16, 8
     block, head, layers = 4 * C * C + 3 * C * model.config.n_ffn, 24 * C, 4 if name == 'mtp' else 2
     dynamics = 2 * (2 * C * 5 + 5 * 5 + 5 * C) + 2 * head * 4 / 6
     further = {'nextlat': 0 if 'objective' in case else dynamics, 'mtp': 2 * (block + head),
-               'jtp': 3 * 3 * C * C + 2 * C * C + 2 * head}  # q, k, v of h and two embeddings, two outputs
+               'jtp': 3 * 3 * C * C + 2 * C * C + 2 * head}  # qkv of h and two embeddings, two outputs
     weights = 2 * block + head + further[name]
     assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * layers * C * (T + 1) / 2)
 
 
 def test_mtp_memory_hardly_grows_with_the_horizon():
-    """What autograd keeps for the backward: for each further head the trunk's shares, not a layer's activations."""
+    """Further heads are checkpointed, so that autograd does not save their activations."""
     tokens = torch.zeros(4, 64, dtype=torch.int64)
     models = [make('mtp', dtype=torch.float32, horizon=horizon) for horizon in (1, 4)]
-    one, four = (bytes_kept(lambda: model(tokens, tokens)) - sum(p.nbytes for p in model.parameters())
+    one, four = (saved_bytes(lambda: model(tokens, tokens)) - sum(p.nbytes for p in model.parameters())
                  for model in models)
     assert four < 1.5 * one

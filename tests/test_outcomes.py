@@ -1,4 +1,4 @@
-"""Figures and tables of how runs end: runs made by hand, against textbook formulas and numbers counted by hand."""
+"""Figures and tables of final results, against textbook formulas and hand-computed numbers."""
 import dataclasses
 import json
 import math
@@ -20,7 +20,7 @@ LOSSES = {'standard': (3.10, 3.13, 3.11), 'sps': (3.06, 3.07, 3.068), 'two_x_mem
 
 
 def family_run(folder, method, losses, **kwargs):
-    """A run of one of the SPS paper's methods, one layer of 32 unless given otherwise."""
+    """Write a run of one of the SPS paper's methods, by default one layer of width 32."""
     own = {'standard': {}, 'two_x_memory': {'method': 'two_x_memory', 'window': None}}.get(method, {'method': method})
     model = 'standard' if method == 'standard' else 'sps'
     settings = {'max_tokens': 100} | kwargs.pop('settings', {})
@@ -28,7 +28,7 @@ def family_run(folder, method, losses, **kwargs):
 
 
 def drawn(folder, module, *args):
-    """(rows of the CSV, result) of a figure."""
+    """Draw a figure; return the rows of its CSV and the result of the script."""
     found = succeeded(run('-m', f'analysis.{module}', *args, f'--out={folder}/figure'))
     assert module == 'tables' or (folder / 'figure.png').read_bytes()[:4] == b'\x89PNG'
     return figures.read_csv(folder / 'figure.csv'), found
@@ -39,7 +39,7 @@ def write_results(folder, results, **settings):
         file.write(json.dumps({'settings': settings, 'results': results}) + '\n')
 
 
-def test_a_final_loss_is_the_last_one_of_a_whole_run(tmp_path, capsys):
+def test_final_losses_come_from_finished_runs(tmp_path, capsys):
     whole = write_run(tmp_path / 'whole', [4.0, 3.0, 2.5], settings={'max_tokens': 200})
     cut = write_run(tmp_path / 'cut', [4.0, 3.0], seed=1, settings={'max_tokens': 200})
     again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
@@ -51,15 +51,15 @@ def test_a_final_loss_is_the_last_one_of_a_whole_run(tmp_path, capsys):
 # ---- seeds ----
 
 def welch(a, b, shift=0.0):
-    """(t, degrees of freedom) of mean(a) - mean(b) - shift, by the formulas of Welch and Satterthwaite."""
+    """Return Welch's t of mean(a) - mean(b) - shift, and its degrees of freedom."""
     u, v = (statistics.variance(x) / len(x) for x in (a, b))
     degrees = (u + v) ** 2 / (u ** 2 / (len(a) - 1) + v ** 2 / (len(b) - 1))
     return (sum(a) / len(a) - sum(b) / len(b) - shift) / math.sqrt(u + v), degrees
 
 
 @pytest.mark.parametrize('a, b', [('sps', 'standard'), ('delayed_state', 'two_x_memory'), ('standard', 'sps')])
-def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
-    a, b = LOSSES[a], (*LOSSES[b], 3.09)  # of another length
+def test_seed_statistics_equal_textbook_formulas(a, b):
+    a, b = LOSSES[a], (*LOSSES[b], 3.09)  # different lengths
     gap, (t, degrees) = sum(a) / 3 - sum(b) / 4, welch(a, b)
     assert figures.lower_test(a, b) == pytest.approx(dict(gap=gap, t=t, degrees=degrees, p=student.cdf(t, degrees)))
     one_sample = (sum(a) / 3 - 3.08) / (statistics.stdev(a) / math.sqrt(3))
@@ -73,7 +73,7 @@ def test_statistics_of_seeds_are_those_of_the_textbook(a, b):
     assert figures.interval([2.0, 2.0]) == (None, None)
 
 
-def test_seeds_are_tested_where_there_are_several(tmp_path):
+def test_seed_tests_need_several_seeds(tmp_path):
     runs = [family_run(tmp_path / f'{method}_{seed}', method, [9.0, loss], seed=seed)
             for method, losses in LOSSES.items() for seed, loss in enumerate(losses)]
     alone = family_run(tmp_path / 'alone', 'reverse_sps', [9.0, 3.0])
@@ -85,14 +85,15 @@ def test_seeds_are_tested_where_there_are_several(tmp_path):
         ('sps', 'standard'), ('sps', 'two_x_memory'), ('sps', 'delayed_state'), ('delayed_state', 'two_x_memory')]
     assert float(tests[0]['p']) == figures.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
     assert float(tests[3]['p']) == figures.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
-    found = run('-m', 'analysis.seeds', *runs[:3], *runs[9:], f'--out={tmp_path}/one')  # one of two alike, no sps
+    # without sps and without one of the two equivalent methods
+    found = run('-m', 'analysis.seeds', *runs[:3], *runs[9:], f'--out={tmp_path}/one')
     assert 'standard: 3.1133' in found.stdout and "no test of 'sps': expected one of standard" in found.stderr
 
 
 # ---- tokens to match ----
 
 def length_run(folder, method, losses, max_tokens, every=100, **kwargs):
-    """A run that was evaluated each `every` tokens, its batches of 100, its decay the last tenth."""
+    """Write a run with batches of 100 tokens, evaluations every `every` tokens, and 10% decay."""
     settings = {'block_size': 10, 'batch_size': 10, 'max_tokens': max_tokens, 'warmup_tokens': 100,
                 'decay_fraction': 0.1, **kwargs}
     log = [{'step': i * every // 100, 'tokens': i * every, 'seconds': 1.0, 'val': loss}
@@ -100,25 +101,25 @@ def length_run(folder, method, losses, max_tokens, every=100, **kwargs):
     return family_run(folder, method, [], settings=settings, log=log)
 
 
-def test_tokens_to_match_are_counted_at_the_constant_rate(tmp_path):
-    # Standard: 2,000 tokens, decay from 1,800; then a run of 10,000, decay from 9,000, whose start counts for nothing
+def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
+    # Standard: 2,000 tokens, decay from 1,800; then 10,000 tokens, decay from 9,000, start ignored
     short = length_run(tmp_path / 'short', 'standard', [1.0] + [5.0 - 0.1 * i for i in range(1, 19)] + [1.0, 1.0], 2000)
     long = length_run(tmp_path / 'long', 'standard', [1.0] * 10 + [4.0 - 0.05 * i for i in range(10, 46)] + [0.5] * 5,
                       10_000, every=200, extend=short)
     sps = length_run(tmp_path / 'sps', 'sps', [1.0] + [4.5 - 0.1 * i for i in range(1, 19)] + [0.1, 0.1], 2000)
     (first, second), found = drawn(tmp_path, 'tokens_to_match', short, sps, long)
-    # SPS is at 2.7 at 1,800 tokens. Standard is at 3.2 there, then at 4 - tokens / 4000: 2.7 at 5,200
+    # SPS is at 2.7 after 1,800 tokens. Standard: 3.2, then 4 - tokens / 4000: 2.7 at 5,200
     assert (first['loss_of'], first['by'], first['tokens'], first['budget']) == ('sps', 'standard', '5200', '1800')
     assert float(first['tokens_ratio']) == pytest.approx(5200 / 1800, abs=1e-12)
-    # the other way round: SPS is first at or below 3.2 at 1,300
+    # conversely: SPS first reaches 3.2 or less at 1,300
     assert (second['loss_of'], second['by'], second['tokens']) == ('standard', 'sps', '1300')
     assert '2.889 times as many' in found.stdout
-    # without the long run Standard never gets there
+    # without the long run, Standard never reaches it
     (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps)
     assert 'standard does not reach it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
 
 
-def test_a_run_of_constant_rate_has_no_decay_and_one_of_cosine_is_a_sentence(tmp_path):
+def test_constant_runs_count_to_the_end_and_cosine_gives_a_clear_error(tmp_path):
     constant = length_run(tmp_path / 'constant', 'standard', [3.0, 2.0, 1.0], 200, schedule='constant')
     assert [p['mean'] for p in tokens_to_match.constant_rate([constant]).points] == [2.0, 1.0]
     cosine = length_run(tmp_path / 'cosine', 'standard', [3.0, 2.0], 2000, schedule='cosine')
@@ -127,7 +128,7 @@ def test_a_run_of_constant_rate_has_no_decay_and_one_of_cosine_is_a_sentence(tmp
 
 # ---- window sweep ----
 
-def test_a_window_sweep_has_a_line_for_what_differs_in_the_window_alone(tmp_path):
+def test_a_window_sweep_has_one_line_per_method(tmp_path):
     values = {('sps', 0): (3.2, 3.2, 3.5), ('sps', 64): (3.0, 3.1), ('sps', None): (3.15, 3.05),
               ('reverse_sps', 64): (3.3,), ('reverse_sps', 0): (4.0,)}
     runs = [family_run(tmp_path / f'{method}_{window}_{seed}', method, [9.0, loss], window=window, seed=seed)
@@ -146,7 +147,7 @@ TASKS = dict.fromkeys(('arc_easy', 'hellaswag', 'piqa', 'sciq'), 'acc_norm') | {
 
 
 def evaluated(folder, *scores, **settings):
-    """Writes the accuracies of the paper's tasks to eval.jsonl, an evaluation each."""
+    """Write accuracies of the paper's tasks to eval.jsonl, one evaluation per task."""
     for (task, metric), score in zip(TASKS.items(), scores):
         write_results(folder, {task: {metric: score, 'other': 0.9}}, **settings)
     return folder
@@ -165,13 +166,13 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert 'parameters are sps: expected standard and others' in found.stderr  # `lonely`
+    assert 'parameters are sps: expected standard and others' in found.stderr  # the size of `lonely`
 
 
 # ---- tables ----
 
 def paper_run(folder, method='sps', **values):
-    """A run by the recipe of the SPS paper, S."""
+    """Write a run with the SPS paper's recipe at scale S."""
     settings = {'max_tokens': 20_000_000_000, 'batch_size': 96, 'block_size': 4096, **values.pop('settings', {})}
     record = {'step': 50863, 'tokens': 20_000_145_408, 'seconds': 7200.0, 'val': 2.75, 'tokens_per_s': 2e6,
               'memory_gib': 70.5}
@@ -180,7 +181,7 @@ def paper_run(folder, method='sps', **values):
 
 
 @pytest.mark.parametrize('paper, n_rows', [('sps', 20), ('nextlat', 9)])
-def test_the_paper_s_rows_agree_with_themselves(paper, n_rows):
+def test_the_papers_rows_are_consistent(paper, n_rows):
     rows = figures.read_csv(tables.PAPERS / f'{paper}.csv')
     assert len(rows) == n_rows
     for row in rows:
@@ -200,7 +201,7 @@ def test_the_paper_s_rows_agree_with_themselves(paper, n_rows):
     ('gpn', 'gpn/gpn_nomem', 'GPN, no memory'), ('gpn', 'gpn/gpn_transformer', 'Transformer++'),
     ('gpn', 'gpn/gdn_130m', 'Gated DeltaNet'), ('nextlat', 'nextlat/fineweb_ntp', 'GPT'),
     ('nextlat', 'nextlat/fineweb_jtp_d4', 'JTP (d = 4)'), ('nextlat', 'nextlat/fineweb_nextlat_d2', 'NextLat (d = 2)')])
-def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
+def test_configs_match_the_papers_rows(tmp_path, paper, config, name):
     values = read_config_file(f'{ROOT}/config/{config}.py')
     own = {field.name for field in dataclasses.fields(train.Settings)}
     settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
@@ -215,7 +216,7 @@ def test_the_configs_are_the_paper_s_rows(tmp_path, paper, config, name):
         assert abs(sizes[column] - float(number) * scale) <= scale * (0.01 if '.' in number else 1)
 
 
-def test_a_run_of_the_paper_has_the_paper_s_row_below_it(tmp_path):
+def test_a_paper_run_is_followed_by_the_papers_row(tmp_path):
     whole = paper_run(tmp_path / 'sps')
     other = [paper_run(tmp_path / name, **values) for name, values in (
         ('longer', {'settings': {'max_tokens': 20_000_100_000}}), ('token', {'predict_input': 'token'}),

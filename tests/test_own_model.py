@@ -1,4 +1,4 @@
-"""An architecture of one's own: the file in README, with `Config`, `forward` and `logits`, works with every script."""
+"""The minimal model in docs/own_model.md works with every script."""
 import re
 import shutil
 import sys
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from conftest import ROOT, assert_sentence, run, succeeded
 
 from common import runs
-from common.decoding import generate, roomy_cache
-from common.files import say_once
+from common.decoding import allocate_cache, generate
+from common.files import warn_once
 from common.scoring import Scorer
 from common.speculative import speculative_generate
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope='module')
 def bigram(tiny_data, tmp_path_factory):
-    """A trained run of the model in README, in a folder that stands for the repository's while it is used."""
+    """Train the model in docs/own_model.md, in a folder that replaces the repository root."""
     folder = tmp_path_factory.mktemp('own')
-    source = re.search(r'```python\n(.*?)```', (ROOT / 'README.md').read_text().partition('Your own model')[2], re.S)
+    source = re.search(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)
     (folder / 'model_bigram.py').write_text(source[1])
     shutil.copy(ROOT / 'model_standard.py', folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def test_it_trains_resumes_and_dry_runs(bigram, tiny_data, tmp_path):
     assert [record['loss'] for record in runs.read_log(bigram)] == [record['loss'] for record in log]
 
 
-def test_one_line_puts_it_into_the_tests_of_all_models(bigram, monkeypatch):
+def test_one_line_adds_it_to_the_tests_of_all_models(bigram, monkeypatch):
     monkeypatch.setitem(test_models.VARIANTS, 'bigram', ('bigram', dict(eos_id=59)))
     test_models.test_loss_is_the_mean_nll_of_the_counted_targets('bigram')
     with pytest.raises(pytest.skip.Exception, match='bigram has no extend'):
@@ -61,7 +61,7 @@ PROMPTS = [[97, 98], [99], [100, 97, 98, 32, 97]]
 
 
 def test_it_samples_by_recomputing_and_says_so(bigram):
-    say_once.cache_clear()
+    warn_once.cache_clear()
     sampled = succeeded(run('sample.py', bigram, 'ab', '--max_new_tokens=12', '--temperature=0', '--dtype=float32'))
     assert '12 tokens' in sampled.stderr
     assert sampled.stderr.count('model_bigram has no new_cache and extend') == 1
@@ -71,19 +71,19 @@ def test_it_samples_by_recomputing_and_says_so(bigram):
         for _ in range(9):
             ids.append(int(model.logits(torch.tensor([ids]))[0, -1].argmax()))
         assert new == ids[len(prompt):]
-    cache = roomy_cache(model, PROMPTS, 9)
+    cache = allocate_cache(model, PROMPTS, 9)
     assert cache.max_tokens == 14 and cache.lengths.tolist() == [0, 0, 0] and cache.nbytes > 0
 
 
 def test_it_is_evaluated_and_scored(bigram):
-    say_once.cache_clear()
+    warn_once.cache_clear()
     judged = succeeded(run('eval.py', bigram, '--val', '--val_tokens=640', '--dtype=float32'))
     last = [record['val'] for record in runs.read_log(bigram) if 'val' in record][-1]
-    assert 'extend' not in judged.stderr  # a validation loss needs none
+    assert 'extend' not in judged.stderr  # a validation loss does not need it
     assert f'val nats_per_token {last:20,.4f}' in judged.stdout
     model, _ = runs.load_run(bigram)
     requests = [([97, 98], [99, 100, 32]), ([97, 98], [32]), ([32], [97] * 5), ([97] * 30, [98] * 10)]
-    for max_logits in (2 ** 26, 700):  # continuations read at once, and in pieces
+    for max_logits in (2 ** 26, 700):  # continuations in one piece, and in several
         scores = Scorer(model, 32, max_logits=max_logits).score(requests)
         for (context, continuation), (nats, greedy, _) in zip(requests, scores):
             logits = model.logits(torch.tensor([(context + continuation)[-33:-1]]))[0, -len(continuation):]
@@ -91,8 +91,8 @@ def test_it_is_evaluated_and_scored(bigram):
             assert abs(nats + want) < 1e-4 and greedy == (logits.argmax(-1).tolist() == continuation)
 
 
-def test_it_drafts_and_is_drafted_for(bigram):
-    """Greedy texts are those of plain decoding, whichever of the two models has no cache."""
+def test_it_works_as_target_and_as_draft_model(bigram):
+    """Greedy texts equal plain decoding if target, draft or both have no cache."""
     model, record = runs.load_run(bigram)
     shape = {key: record['model_config'][key] for key in ('vocab_size', 'n_ids')}
     other = test_models.small_model('standard', dict(n_layer=1, eos_id=None, init_std=0.3, **shape)).eval()

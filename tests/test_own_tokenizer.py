@@ -1,4 +1,4 @@
-"""Tokenizers by path: they give texts back, and a run owns a copy of its own."""
+"""Tokenizers given by path: round trips, long documents, and the copy kept in a run."""
 import json
 import random
 import shutil
@@ -9,7 +9,7 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 from common import runs
 from common.files import UserError
 from data import Data, writing
-from data.tokenizers import encode_anyhow, keep_tokenizer, load_tokenizer, tokenizer_digest, train_tokenizer
+from data.tokenizers import copy_tokenizer, encode_robustly, load_tokenizer, tokenizer_digest, train_tokenizer
 from data.writing import document_ids, write_data
 from sample import load_draft
 
@@ -18,7 +18,7 @@ TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40
 
 @pytest.fixture(scope='module')
 def tokenizers(tmp_path_factory):
-    """Two tokenizer.json of one size, data made with each, and a SentencePiece model."""
+    """Make two tokenizer.json of equal size, data with each, and SentencePiece models."""
     sentencepiece = pytest.importorskip('sentencepiece')
     folder = tmp_path_factory.mktemp('tokenizers')
     for name, step in (('own', 1), ('other', -1)):
@@ -43,7 +43,7 @@ def trained(tokenizers, tmp_path_factory):
 # ---- texts and ids ----
 
 @pytest.mark.parametrize('name', ['byte', 'own.json', 'own.model'])
-def test_a_text_is_given_back_whatever_is_in_it(tokenizers, name):
+def test_decoding_returns_the_encoded_text(tokenizers, name):
     tokenizer = load_tokenizer(name if name == 'byte' else tokenizers / name)
     text = 'a naïve Hund 日本 and new ☃ things'
     ids = tokenizer.encode(text)
@@ -57,11 +57,11 @@ def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
     fast.add_special_tokens(['[PAD]'])
     fast.save(str(path))
     tokenizer, text = load_tokenizer(path), 'before <|endoftext|> after [PAD]'
-    assert tokenizer.encode(text).count(tokenizer.eos_id) == 1  # a prompt may give it
+    assert tokenizer.encode(text).count(tokenizer.eos_id) == 1  # allowed in a prompt
     ids = document_ids(tokenizer, text).tolist()
     assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
     assert fast.token_to_id('[PAD]') not in ids
-    fast = library.Tokenizer(library.models.Unigram(  # eos is a piece like others
+    fast = library.Tokenizer(library.models.Unigram(  # eos is an ordinary piece
         [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
     fast.pre_tokenizer, fast.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
     fast.add_special_tokens(['</s>'])
@@ -85,11 +85,11 @@ def test_added_tokens_decode_to_themselves_and_padding_truncation_and_dropout_ar
     assert 2 < len(ids) < 5 and tokenizer.decode(ids).decode() == 'caf\u00e9 \u00e9'
     fast.decoder = library.decoders.WordPiece()
     fast.save(str(path))
-    with pytest.raises(UserError, match='expected one by bytes'):
+    with pytest.raises(UserError, match='expected a byte-level or SentencePiece decoder'):
         load_tokenizer(path)
 
 
-def test_a_tokenizer_is_trained_to_a_size_from_whatever_preparation_reads(tmp_path):
+def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
     text = 'Träume aus Glas, dreams of glass, 夢. ' * 20 + ' '.join(f'word{i}' for i in range(200))
     (tmp_path / 'a.jsonl').write_text(json.dumps({'text': text}) + '\n{"text": null}\n{"text": "\\ud800x"}\n')
     (tmp_path / 'b.txt').write_text(text)
@@ -99,10 +99,10 @@ def test_a_tokenizer_is_trained_to_a_size_from_whatever_preparation_reads(tmp_pa
     tokenizer = load_tokenizer(tmp_path / 'bpe.json')
     assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
-    assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'exists: write to another --out')
+    assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'already exists: choose another --out')
 
 
-def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
+def test_a_missing_gpt2_tokenizer_gives_a_clear_error(tmp_path, monkeypatch):
     tiktoken = pytest.importorskip('tiktoken')
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))
     monkeypatch.setattr('tiktoken.load.read_file', lambda *_: (_ for _ in ()).throw(OSError('no network')))
@@ -113,27 +113,27 @@ def test_gpt2_that_is_not_there_is_a_sentence(tmp_path, monkeypatch):
         load_tokenizer(tmp_path)
 
 
-# ---- long documents, and what the libraries cannot encode ----
+# ---- long documents, and texts that the libraries cannot encode ----
 
 @pytest.fixture(scope='module')
 def kinds(tokenizers):
-    """{name: encode_document} of tokenizers that split texts in different ways."""
+    """Return {name: encode_document} of tokenizers that split texts in different ways."""
     library = pytest.importorskip('tokenizers')
     norm = library.normalizers
-    fast = library.Tokenizer(library.models.BPE(unk_token='<unk>', fuse_unk=True))  # as Llama's tokenizer.json
+    fast = library.Tokenizer(library.models.BPE(unk_token='<unk>', fuse_unk=True))  # like Llama's tokenizer.json
     fast.normalizer = norm.Sequence([norm.NFKC(), norm.Prepend('\u2581'), norm.Replace(' ', '\u2581')])
     fast.decoder = library.decoders.Metaspace()
     fast.train_from_iterator(TEXTS, library.trainers.BpeTrainer(vocab_size=320, special_tokens=['</s>', '<unk>']))
     fast.add_tokens(['some words'])
     fast.save(str(tokenizers / 'llama.json'))
     with pytest.MonkeyPatch.context() as patch:
-        use_bytes_of_tiktoken(patch)
+        use_tiny_gpt2(patch)
         files = [tokenizers / name for name in ('own.json', 'llama.json', 'own.model', 'bpe.model')]
         return {name: load_tokenizer(name).encode_document for name in ('byte', 'gpt2', *files)}
 
 
-def use_bytes_of_tiktoken(patch):
-    """Make 'gpt2' an encoding of tiktoken with GPT-2's rules for words, but few merges."""
+def use_tiny_gpt2(patch):
+    """Replace 'gpt2' by a tiktoken encoding with GPT-2's splitting rules, but few merges."""
     tiktoken, public = pytest.importorskip('tiktoken'), pytest.importorskip('tiktoken_ext.openai_public')
     ranks = {bytes([i]): i for i in range(256)} | {b'\n\n': 257, b' a': 258, b'te': 259, b'xt': 260, b'text': 261}
     encoding = tiktoken.Encoding('gpt2', pat_str=public.r50k_pat_str, mergeable_ranks=ranks,
@@ -147,7 +147,7 @@ BLANKS = [' ', '  ', '\n', '\n\n', ' \n ', '\t', '', '', '', '\r\n', '\u3000', '
 
 
 @pytest.mark.parametrize('seed, blank', [*enumerate(' \n\n \n')])
-def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed, blank, monkeypatch):
+def test_encoding_a_long_text_in_pieces_gives_the_same_ids(kinds, seed, blank, monkeypatch):
     monkeypatch.setattr(writing, 'PIECE', 2000)
     rng = random.Random(seed)
     words, blanks = rng.sample(WORDS, rng.randint(3, len(WORDS))), rng.sample(BLANKS, rng.randint(2, 5))
@@ -156,7 +156,7 @@ def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed,
     for run_of_one in runs:
         i = rng.randrange(len(text))
         text = text[:i] + run_of_one + text[i:]
-    text = f'{"a " * 700}{blank * 1500}{text}'  # the first piece ends in blanks, whose ids depend on what follows
+    text = f'{"a " * 700}{blank * 1500}{text}'  # the first piece ends in blanks, whose ids depend on the next word
     for name, encode in kinds.items():
         lengths = []
 
@@ -170,16 +170,16 @@ def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(kinds, seed,
 
 @pytest.mark.parametrize('blank', [' ', '\n'])
 def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatch, capfd):
-    use_bytes_of_tiktoken(monkeypatch)
+    use_tiny_gpt2(monkeypatch)
     tokenizer, text = load_tokenizer('gpt2'), f'a{blank * 10 ** 6}b'
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids).decode() == text and document_ids(tokenizer, text).tolist() == [*ids, 50256]
-    assert capfd.readouterr().err == ''  # no stack trace of the library
+    assert capfd.readouterr().err == ''  # no stack trace from the library
 
 
-# ---- of data and runs ----
+# ---- in data and runs ----
 
-def test_a_copied_run_samples_without_its_data_and_is_judged_where_the_data_were_moved(trained, tokenizers, tmp_path,
+def test_a_copied_run_samples_without_data_and_evaluates_on_moved_data(trained, tokenizers, tmp_path,
                                                                                        monkeypatch):
     assert (trained / 'tokenizer.json').read_bytes() == (tokenizers / 'own.json').read_bytes()
     copy, data = shutil.copytree(trained, tmp_path / 'copy'), shutil.copytree(tokenizers / 'own', tmp_path / 'moved')
@@ -190,32 +190,32 @@ def test_a_copied_run_samples_without_its_data_and_is_judged_where_the_data_were
         succeeded(run('train.py', f'--out_dir={copy}', '--resume', f'--data={name}'))
 
 
-def test_what_no_tokenizer_can_encode_is_a_sentence_though_a_panic_is_no_exception():
+def test_a_panic_in_a_tokenizer_library_gives_a_clear_error():
     def encode(text):
         if 'x' in text or len(text) > 5000:
             raise type('PanicException', (BaseException,), {})('index out of range')
         return [len(text)]
-    assert sum(encode_anyhow('own', encode, 'a' * 12_345)) == 12_345
+    assert sum(encode_robustly('own', encode, 'a' * 12_345)) == 12_345
     with pytest.raises(UserError, match='own cannot encode .*x.*index out of range'):
-        encode_anyhow('own', encode, 'a' * 6000 + 'x' * 6000)
+        encode_robustly('own', encode, 'a' * 6000 + 'x' * 6000)
 
 
-def test_the_files_of_gpt2_are_kept_in_a_folder_that_is_gpt2(tmp_path):
+def test_gpt2_files_are_copied_and_recognized(tmp_path):
     (tmp_path / 'own').mkdir()
-    for name in ('encoder.json', 'vocab.bpe'):  # compared with those that OpenAI published when they are loaded
+    for name in ('encoder.json', 'vocab.bpe'):  # compared with OpenAI's files when loaded
         (tmp_path / 'own' / name).write_text(name)
-    kept = tmp_path / keep_tokenizer(tmp_path, str(tmp_path / 'own'))
+    kept = tmp_path / copy_tokenizer(tmp_path, str(tmp_path / 'own'))
     assert (kept / 'vocab.bpe').read_text() == 'vocab.bpe' and tokenizer_digest(kept) == 'gpt2'
 
 
-def test_what_needs_one_tokenizer_compares_its_content(trained, tokenizers, tmp_path):
+def test_tokenizers_are_compared_by_content(trained, tokenizers, tmp_path):
     record = runs.read_run(trained)
     other = Data(tokenizers / 'other')
     assert other.n_ids == record['data']['n_ids']
-    with pytest.raises(UserError, match='use data with the same tokenizer'):
+    with pytest.raises(UserError, match='use data with that tokenizer'):
         runs.run_data(record, str(tokenizers / 'other'))
-    assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with the same tokenizer')
+    assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with that tokenizer')
     load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', 'float32')
     draft = {'tokenizer': other.tokenizer, 'n_ids': other.n_ids, 'eos_id': other.eos_id}
-    with pytest.raises(UserError, match='they must have one tokenizer'):
+    with pytest.raises(UserError, match='choose a draft run with the same tokenizer'):
         load_draft(trained, {'data': draft}, 'cpu', 'float32')

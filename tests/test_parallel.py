@@ -1,4 +1,4 @@
-"""Several processes: FSDP trains as DDP does, and any number of processes goes on from what any other has saved."""
+"""Several processes: FSDP equals DDP, and runs resume on any number of processes."""
 import json
 import os
 import random
@@ -6,11 +6,11 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, STEP_TOKENS, TINY, flip_a_bit, run, run_apart, succeeded
+from conftest import ROOT, STEP_TOKENS, TINY, flip_bit, run, run_subprocess, succeeded
 
 import train
 from common import checkpoint, machine, run_settings, runs
-from common.dry_run import held_bytes
+from common.dry_run import state_bytes
 from common.files import UserError
 from data import open_data
 
@@ -21,16 +21,16 @@ MODELS = {
     'nextlat': ['--model=nextlat', '--horizon=3'],
     'mtp': ['--model=mtp', '--horizon=2'],
     'jtp': ['--model=jtp', '--horizon=2'],
-    # In one group: some of these read weights without calling modules. At a high learning rate they amplify rounding.
+    # Sharded as one group (some read weights without calling modules). Low rates limit rounding.
     'bst': ['--model=bst', '--learning_rate=1e-3'],
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
     'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
     'context_ready': ['--model=context_ready', '--learning_rate=1e-3'],
     'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
 }
-QUICK = ['standard']  # the others are in a long test
+QUICK = ['standard']  # a long test covers the others
 
-# Runs several trainings in the same processes, which spares the start of each.
+# Runs several trainings in the same processes, to start them only once.
 SEVERAL = '''
 import json, os, sys
 import train
@@ -41,10 +41,9 @@ end(0)
 '''
 
 
-# A block that is checkpointed, sharded and compiled: whether all of it is in one graph, and how far its gradients are
-# from eager ones.
-# Attention is PyTorch's, because a CPU's tiles run outside graphs, and a checkpointed block is one graph or none.
-COMPILED_IN_PARTS = '''
+# A checkpointed, sharded, compiled block: prints whether it is one graph, and its gradient error.
+# It uses PyTorch's attention, because our CPU attention runs outside graphs and would split it.
+COMPILED_SHARDED = '''
 import torch
 import model_standard
 from attn_kernels import Mask
@@ -78,21 +77,21 @@ def arguments(data, out, model, *args):
             *map(str, args)]
 
 
-def on_processes(n, folder, code, *args):
-    """A script on n processes: its result."""
+def run_on_processes(n, folder, code, *args):
+    """Run code on n processes and return the result."""
     (folder / 'script.py').write_text(code)
-    return run_apart('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', folder / 'script.py',
+    return run_subprocess('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', folder / 'script.py',
                      *args, env={**os.environ, 'PYTHONPATH': str(ROOT)})
 
 
 def train_several(folder, processes, trainings):
-    """Trainings one after the other, each an argv of train.py, on so many processes: the result of the processes."""
+    """Run several trainings (argv of train.py each) on the same processes; return the result."""
     (folder / 'trainings.json').write_text(json.dumps(trainings))
-    return succeeded(on_processes(processes, folder, SEVERAL, folder / 'trainings.json'))
+    return succeeded(run_on_processes(processes, folder, SEVERAL, folder / 'trainings.json'))
 
 
-def resumed(out, processes, step, *args):
-    """The run in a folder is continued from the checkpoint of a step: the result of the processes."""
+def resume(out, processes, step, *args):
+    """Resume a run on some processes, check that it starts at `step`, and return the result."""
     argv = [f'--out_dir={out}', '--resume', *args]
     result = train_several(out.parent, processes, [argv]) if processes > 1 else succeeded(run('train.py', *argv))
     assert f'from step {step};' in result.stdout, result.stderr
@@ -107,8 +106,8 @@ def is_close(have, want):
     return len(have) == len(want) == STEPS and max(abs(a - b) for a, b in zip(have, want)) < 1e-5
 
 
-def goes_on_from(source, out, step):
-    """A copy of a run folder as a kill after the checkpoint of a step leaves it."""
+def copy_up_to(source, out, step):
+    """Copy a run folder, without checkpoints after a step, as if it was killed then."""
     shutil.copytree(source, out)
     for path in checkpoint.checkpoints(out):
         if checkpoint.step_of(path) > step:
@@ -118,7 +117,7 @@ def goes_on_from(source, out, step):
 
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
-    """Runs <model>_ddp and <model>_fsdp of two processes."""
+    """Train <model>_ddp and <model>_fsdp on two processes; return their parent folder."""
     folder = tmp_path_factory.mktemp('parallel')
     result = train_several(folder, 2, [
         arguments(tiny_data, folder / f'{model}_{kind}', model, f'--parallel={kind}', '--sample_tokens=8')
@@ -129,7 +128,7 @@ def trained(tiny_data, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('model', QUICK)
-def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
+def test_fsdp_gives_the_losses_of_ddp(trained, model):
     assert is_close(losses(trained / f'{model}_fsdp'), losses(trained / f'{model}_ddp'))
     assert {path.name for path in checkpoint.checkpoints(trained / f'{model}_fsdp')[0].glob('*.safetensors')} == {
         f'shard-0000{rank}-model-0000{number}-of-00002.safetensors' for rank in (1, 2) for number in (1, 2)}
@@ -139,13 +138,13 @@ def test_weights_in_parts_give_the_losses_of_ddp(trained, model):
     (dict(RANK='3', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='2', MASTER_ADDR='a'), (3, 8, 1, 2), False),
     (dict(RANK='1', WORLD_SIZE='2', LOCAL_RANK='1', TORCHELASTIC_RUN_ID='x'), (1, 2, 1, 1), True),
     (dict(RANK='3', WORLD_SIZE='8', MASTER_ADDR='a'), (0, 1, 0, 1), False), ({}, (0, 1, 0, 1), False)])
-def test_a_process_is_a_worker_under_torchrun_or_where_its_place_is_set(monkeypatch, environment, ranks, is_child):
-    """Only torchrun's workers end with their parent."""
+def test_ranks_come_from_torchrun_or_the_environment(monkeypatch, environment, ranks, is_child):
+    """Only torchrun workers exit with their parent."""
     for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID'):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(machine, 'join_processes', lambda backend: None)
+    monkeypatch.setattr(machine, 'init_distributed', lambda backend: None)
     assert machine.ranks() == ranks
     found = machine.start_processes(train.Settings(device='cpu', threads=1))
     assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
@@ -163,7 +162,7 @@ def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, caps
     monkeypatch.setattr(machine.threading, 'Timer', never_fires)
     monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
     monkeypatch.setattr(machine.atexit, 'register', lambda function: None)
-    machine.join_processes('gloo')
+    machine.init_distributed('gloo')
     (seconds, function, args, kwargs), *rest = timers
     function(*args, **kwargs)
     assert seconds == 10 and rest == ['gloo', 'cancelled']
@@ -174,7 +173,7 @@ def test_waiting_for_other_processes_is_said_after_ten_seconds(monkeypatch, caps
     ({}, 6), ({'cpu.max': 'max 100\n'}, 6), ({'cpu.max': '250 100\n'}, 3),
     ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100\n'}, 6),
     ({'cpu/cpu.cfs_quota_us': '50\n', 'cpu/cpu.cfs_period_us': '100\n'}, 1)])
-def test_cores_and_threads_are_those_of_the_affinity_within_a_containers_quota(monkeypatch, tmp_path, files, cores):
+def test_thread_count_follows_cpu_affinity_and_container_quota(monkeypatch, tmp_path, files, cores):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -189,38 +188,39 @@ def test_cores_and_threads_are_those_of_the_affinity_within_a_containers_quota(m
     assert machine.usable_cores() == cores and chosen == [cores, max(1, cores // 3)]
 
 
-def test_a_checkpointed_block_in_parts_is_compiled(tmp_path):
-    done = succeeded(on_processes(1, tmp_path, COMPILED_IN_PARTS))
+def test_a_checkpointed_sharded_block_is_compiled_whole(tmp_path):
+    done = succeeded(run_on_processes(1, tmp_path, COMPILED_SHARDED))
     is_whole, difference = done.stdout.split()
     assert is_whole == 'True' and float(difference) < 1e-6
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_from_what_two_have_saved_in_parts(trained, tmp_path):
-    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 20)
-    resumed(out, 1, 20)
+def test_one_process_resumes_from_a_sharded_checkpoint(trained, tmp_path):
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 20)
+    resume(out, 1, 20)
     assert is_close(losses(out), losses(trained / 'standard_fsdp'))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_parts_is_read_as_one_file_is(trained, tmp_path):
-    """sample.py, eval.py and --init_from give the same of both."""
+def test_a_sharded_checkpoint_loads_like_a_single_file(trained, tmp_path):
+    """sample.py and eval.py give the same results with both."""
     parts = trained / 'standard_fsdp'
     state, tensors = checkpoint.load_checkpoint(parts, moments=True)
     whole = shutil.copytree(parts, tmp_path / 'whole')
     shutil.rmtree(whole / 'ckpt')
     checkpoint.save_checkpoint(whole, STEPS, tensors, state)
     assert (whole / f'ckpt/step_{STEPS:08d}/model.safetensors').exists()
-    of_parts, of_whole = (succeeded(run('sample.py', out, 'ab', '--max_new_tokens=8')) for out in (parts, whole))
-    assert of_parts.stdout == of_whole.stdout
-    of_parts, of_whole = (succeeded(run('eval.py', out, '--val')).stdout.splitlines() for out in (parts, whole))
-    assert of_parts[1:] == of_whole[1:] and 'nats_per_token' in ''.join(of_parts)  # the first line names the run
+    from_shards, from_whole = (succeeded(run('sample.py', out, 'ab', '--max_new_tokens=8')) for out in (parts, whole))
+    assert from_shards.stdout == from_whole.stdout
+    from_shards, from_whole = (succeeded(run('eval.py', out, '--val')).stdout.splitlines() for out in (parts, whole))
+    # the first line names the run
+    assert from_shards[1:] == from_whole[1:] and 'nats_per_token' in ''.join(from_shards)
 
 
 @pytest.mark.slow
-def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(trained, tmp_path, capsys):
-    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 30)
-    flip_a_bit(out / 'ckpt/step_00000030/shard-00002-model-00001-of-00002.safetensors', random.Random(0))
+def test_a_damaged_or_missing_shard_is_named_and_the_previous_checkpoint_used(trained, tmp_path, capsys):
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 30)
+    flip_bit(out / 'ckpt/step_00000030/shard-00002-model-00001-of-00002.safetensors', random.Random(0))
     (out / 'ckpt/step_00000020/shard-00001-model-00001-of-00002.safetensors').unlink()
     assert checkpoint.load_checkpoint(out)[0]['step'] == 10
     said = capsys.readouterr().err
@@ -229,33 +229,33 @@ def test_a_damaged_or_missing_part_is_named_and_the_checkpoint_before_is_taken(t
 
 
 @pytest.mark.parametrize('settings, sentence', [
-    (dict(parallel='ddp', shard=2), 'shard is 2, but with parallel = ddp'),
-    (dict(parallel='fsdp', optimizer='muon'), 'optimizer = muon needs whole matrices'),
-    (dict(parallel='fsdp', batch_size=6), 'batch_size is 6: parallel = fsdp needs a multiple of the 4 processes'),
-    (dict(parallel='fsdp', shard=3), 'shard is 3, which does not divide the 4 processes')])
-def test_settings_that_no_processes_can_have_are_a_sentence(settings, sentence):
+    (dict(parallel='ddp', shard=2), 'shard is 2, but parallel = ddp'),
+    (dict(parallel='fsdp', optimizer='muon'), 'optimizer = muon needs full matrices'),
+    (dict(parallel='fsdp', batch_size=6), 'batch_size is 6: parallel = fsdp needs a multiple of the number'),
+    (dict(parallel='fsdp', shard=3), 'shard is 3: expected a divisor of the 4 processes')])
+def test_impossible_parallel_settings_give_a_clear_error(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         run_settings.check_settings(train.Settings(**settings), open_data('a5'), 4)
 
 
-def test_a_dry_run_counts_the_parts_of_one_process(tmp_path):
-    """Of 64 here, of which none runs: 16 bytes a parameter over 64, and what is gathered."""
+def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
+    """16 bytes per parameter over 64 processes, and the gathered weights. Nothing is run."""
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--memory=8']
     in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
-    model = runs.blank_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    model = runs.meta_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
-    assert held_bytes(model, 1, 64, False) == held
-    assert held_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == held_bytes(model, 4, 1, True) * 16 / 20
+    assert state_bytes(model, 1, 64, False) == held
+    assert state_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == state_bytes(model, 4, 1, True) * 16 / 20
     assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
     assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('processes', [2, 4])
-def test_every_model_trains_in_parts_as_with_ddp(tiny_data, tmp_path, processes):
-    """On 4 processes also in two copies of two parts; and against one process."""
+def test_every_model_trains_with_fsdp_as_with_ddp(tiny_data, tmp_path, processes):
+    """With 4 processes also as two replicas of two shards, and compared with one process."""
     kinds = {'ddp': ['--parallel=ddp'], 'fsdp': ['--parallel=fsdp']}
     if processes == 4:
         kinds['hsdp'] = ['--parallel=fsdp', '--shard=2']
@@ -269,30 +269,30 @@ def test_every_model_trains_in_parts_as_with_ddp(tiny_data, tmp_path, processes)
 
 
 @pytest.mark.long
-def test_a_run_on_two_then_one_then_four_processes_is_the_uninterrupted_run(trained, tmp_path):
-    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 20)
+def test_a_run_on_two_then_one_then_four_processes_equals_the_uninterrupted_run(trained, tmp_path):
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 20)
     shutil.rmtree(out / 'ckpt/step_00000010')
-    resumed(out, 1, 20)
-    out = goes_on_from(out, tmp_path / 'further', 30)
+    resume(out, 1, 20)
+    out = copy_up_to(out, tmp_path / 'further', 30)
     assert (out / 'ckpt/step_00000030/optimizer.safetensors').exists()
-    resumed(out, 4, 30)
+    resume(out, 4, 30)
     assert len(list((out / 'ckpt/step_00000050').glob('shard-*'))) == 8
     assert is_close(losses(out), losses(trained / 'standard_fsdp'))
-    for kind in ('ddp', 'fsdp'):  # and from parts to other parts, or to whole weights
-        again = goes_on_from(out, tmp_path / kind, 40)
-        resumed(again, 2, 40, f'--parallel={kind}')
+    for kind in ('ddp', 'fsdp'):  # also from shards to other shards, or to whole weights
+        again = copy_up_to(out, tmp_path / kind, 40)
+        resume(again, 2, 40, f'--parallel={kind}')
         assert is_close(losses(again), losses(trained / 'standard_fsdp'))
 
 
 @pytest.mark.long
-def test_all_processes_take_the_checkpoint_before_a_damaged_one(trained, tmp_path):
-    out = goes_on_from(trained / 'standard_fsdp', tmp_path / 'run', 30)
-    flip_a_bit(out / 'ckpt/step_00000030/shard-00002-model-00002-of-00002.safetensors', random.Random(0))
-    assert resumed(out, 2, 20).stderr.count('step_00000030 is damaged') == 1
+def test_all_processes_fall_back_from_a_damaged_checkpoint(trained, tmp_path):
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 30)
+    flip_bit(out / 'ckpt/step_00000030/shard-00002-model-00002-of-00002.safetensors', random.Random(0))
+    assert resume(out, 2, 20).stderr.count('step_00000030 is damaged') == 1
     assert is_close(losses(out), losses(trained / 'standard_fsdp'))
 
 
-# Ends all processes while a checkpoint is written, as kill -9 does.
+# Kills all processes (kill -9) while a checkpoint is written.
 KILLED = '''
 import os, sys
 from common import checkpoint
@@ -307,10 +307,10 @@ train.main(sys.argv[1:])
 
 
 @pytest.mark.long
-def test_a_kill_while_parts_are_written_leaves_the_checkpoint_before(tiny_data, trained, tmp_path):
+def test_a_kill_while_shards_are_written_leaves_the_previous_checkpoint(tiny_data, trained, tmp_path):
     args = arguments(tiny_data, tmp_path / 'run', 'standard', '--parallel=fsdp')
-    assert on_processes(2, tmp_path, KILLED, *args).returncode != 0
+    assert run_on_processes(2, tmp_path, KILLED, *args).returncode != 0
     assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000010']
-    resumed(tmp_path / 'run', 2, 10)
+    resume(tmp_path / 'run', 2, 10)
     assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))
     assert is_close(losses(tmp_path / 'run'), losses(trained / 'standard_ddp'))

@@ -1,4 +1,4 @@
-"""prepare_fineweb.py on small files that the tests write: killed and resumed, any number of workers, bad input."""
+"""prepare_fineweb.py on small files: interruptions, several workers, and bad input."""
 import hashlib
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import conftest
 import pytest
-from conftest import ROOT, TINY, assert_sentence, byte_documents, run, succeeded
+from conftest import ROOT, TINY, assert_sentence, byte_documents, contents, run, succeeded
 
 import prepare_fineweb
 from data import sources
@@ -34,7 +34,7 @@ def records():
 
 @pytest.fixture(scope='module')
 def fineweb(records, tmp_path_factory):
-    """A dataset folder in the layout of FineWeb-Edu: configurations named in README.md, parquet files of each."""
+    """Write a dataset like FineWeb-Edu: configurations in README.md, parquet files for each."""
     folder = tmp_path_factory.mktemp('hub') / 'fineweb-edu'
     (folder / 'sample/100BT').mkdir(parents=True)
     (folder / 'README.md').write_text('---\nconfigs:\n- config_name: sample-100BT\n  data_files:\n  - split: train\n'
@@ -62,19 +62,15 @@ def prepared(source, out, *args):
 
 @pytest.fixture(scope='module')
 def streamed(fineweb, tmp_path_factory):
-    """Data made in one go by one worker, streamed as from the hub."""
+    """Prepare data without interruption, with one worker, streaming as from the Hub."""
     return prepared(fineweb, tmp_path_factory.mktemp('prepared') / 'data', '--config=sample-100BT')
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != '.lock'}
 
 
 def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_a_streamed_dataset_and_its_local_files_become_the_same_shards(streamed, fineweb, records, tmp_path):
+def test_streamed_and_local_data_give_the_same_shards(streamed, fineweb, records, tmp_path):
     for split in ('train', 'val'):
         assert byte_documents(streamed, split) == [r['text'] for r in records if split_of(r['id'], 0.1) == split]
     d = Data(streamed)
@@ -85,7 +81,7 @@ def test_a_streamed_dataset_and_its_local_files_become_the_same_shards(streamed,
 
 
 @pytest.mark.parametrize('n', [2, 40, 1000])
-def test_the_command_that_preparation_prints_can_run(n, tmp_path):
+def test_the_printed_training_command_runs(n, tmp_path):
     (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'id': i, 'text': f'Line {i} of a long text.'}) + '\n'
                                               for i in range(n)))
     result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_share=0.001'))
@@ -99,24 +95,24 @@ def test_the_command_that_preparation_prints_can_run(n, tmp_path):
 # ---- interruptions ----
 
 @pytest.mark.parametrize('options', [[], ['--shuffle=100', '--val_hash=md5', '--val_share=0.001']])
-def test_interrupted_after_each_shard_it_ends_with_the_same_bytes(source, records, tmp_path, monkeypatch, options):
+def test_preparation_interrupted_after_each_shard_gives_the_same_bytes(source, records, tmp_path, monkeypatch, options):
     monkeypatch.setattr(sources, 'BATCH', 30)
-    monkeypatch.setattr(prepare_fineweb, 'AHEAD', 10 ** 5)
+    monkeypatch.setattr(prepare_fineweb, 'MAX_PENDING_CHARS', 10 ** 5)
     whole, out, n_starts = prepared(source, tmp_path / 'whole', *options), tmp_path / 'out', 0
 
     def save_and_die(*args, save=prepare_fineweb.save_progress):
         save(*args)
-        if args[3]:  # a state: this is not the empty progress of the start
+        if args[3]:  # not the empty progress at the start
             raise KeyboardInterrupt
     with monkeypatch.context() as patch:
         patch.setattr(prepare_fineweb, 'save_progress', save_and_die)
         while (result := prepare(source, out, *options)).returncode:
             assert result.returncode == 130, result.stderr
             n_starts += 1
-            with open(next(out.glob('val_*')), 'ab') as file:  # as if more had been written than progress.json says
+            with open(next(out.glob('val_*')), 'ab') as file:  # as if written after the last save of progress.json
                 file.write(b'more')
     assert n_starts >= 2 and contents(out) == contents(whole)
-    if options:  # val_share is raised to ten documents
+    if options:  # val_share was raised to ten documents
         by_md5 = sorted(records[:600], key=lambda record: int.from_bytes(
             hashlib.md5(f'42:{record["id"]}'.encode()).digest()[:8], 'little'))
         assert sorted(byte_documents(whole, 'val')) == sorted(record['text'] for record in by_md5[:10])
@@ -124,7 +120,7 @@ def test_interrupted_after_each_shard_it_ends_with_the_same_bytes(source, record
 
 @pytest.fixture(scope='module')
 def half(source, tmp_path_factory):
-    """A folder whose preparation was stopped after its last full shard, with a tokenizer of its own."""
+    """Interrupt a preparation with a custom tokenizer after its last full shard."""
     folder = tmp_path_factory.mktemp('half')
     succeeded(run('-m', 'data.tokenizers', source, '--vocab_size=300', f'--out={folder}/own.json'))
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +133,7 @@ def half(source, tmp_path_factory):
 @pytest.mark.parametrize('name', ['train_00000.bin', 'train_00001.bin', 'val_00000.bin'])
 @pytest.mark.parametrize('damage', [lambda path: path.write_bytes(b'\1' + path.read_bytes()[1:]),
                                     lambda path: os.truncate(path, 1000), os.remove])
-def test_what_a_stopped_preparation_left_is_checked_before_it_continues(half, source, tmp_path, name, damage):
+def test_existing_shards_are_checked_before_preparation_continues(half, source, tmp_path, name, damage):
     out = shutil.copytree(half, tmp_path / 'data')
     damage(out / name)
     assert_sentence(prepare(source, out, f'--tokenizer={half.parent}/own.json', '--shard_tokens=30_000'),
@@ -145,20 +141,20 @@ def test_what_a_stopped_preparation_left_is_checked_before_it_continues(half, so
 
 
 @pytest.mark.parametrize('what', ['source', 'tokenizer', 'val_hash'])
-def test_a_preparation_continues_with_the_same_source_tokenizer_and_settings_only(half, source, what):
+def test_preparation_continues_only_with_the_same_source_tokenizer_and_settings(half, source, what):
     own = half.parent / 'own.json'
     changed = {'source': source, 'tokenizer': own, 'val_hash': half / '.lock'}[what]
     before, stat = changed.read_bytes(), changed.stat()
     changed.write_bytes(before + b'\n')
     options = ['--val_hash=md5'] if what == 'val_hash' else []
     assert_sentence(prepare(source, half, f'--tokenizer={own}', '--shard_tokens=30_000', *options),
-                    f'{half} was begun with {what}', '(now: ')
+                    f'{half} was started with {what}', '(now ')
     changed.write_bytes(before)
     os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-def test_a_killed_preparation_leaves_no_workers_and_a_folder_to_continue_with_the_same_bytes(streamed, fineweb,
+def test_a_killed_preparation_leaves_no_workers_and_continues_to_the_same_bytes(streamed, fineweb,
                                                                                              tmp_path):
     out = tmp_path / 'out'
     process = subprocess.Popen([sys.executable, 'prepare_fineweb.py', str(fineweb), '--config=sample-100BT',
@@ -185,13 +181,13 @@ def test_a_killed_preparation_leaves_no_workers_and_a_folder_to_continue_with_th
 
 @pytest.mark.parametrize('name, content, options, sentence', [
     ('late.jsonl', '{"id": 1, "text": "a"}\n{"text": "b"}\n', [], "no field 'id'"),
-    ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text in its split'),
+    ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text, val'),
     ('blank.txt', ' \n', [], 'has no text in field'), ('null.jsonl', '{"id": 1, "text": null}\n', [], 'has no text in'),
-    ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'the fields are id, text'),
+    ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'fields: id, text'),
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
     *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (
         'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_share=2', 'val_hash=crc'))])
-def test_a_build_that_fails_leaves_nothing(tmp_path, name, content, options, sentence):
+def test_a_failed_preparation_leaves_nothing(tmp_path, name, content, options, sentence):
     if content is not None:
         (tmp_path / name).write_text(content)
     before = sorted(tmp_path.iterdir())
@@ -200,10 +196,10 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, name, content, options, sen
 
 
 @pytest.mark.parametrize('name, content, sentence', [
-    ('thesis.tex', 'x', 'has files that are not of a preparation (thesis.tex)'), ('meta.json', '{}', 'is complete'),
-    ('progress.json', '{"mine": 1}', 'not of a preparation'), ('progress.json', '[', 'progress.json is damaged'),
+    ('thesis.tex', 'x', 'contains other files (thesis.tex)'), ('meta.json', '{}', 'is already complete'),
+    ('progress.json', '{"mine": 1}', 'contains other files'), ('progress.json', '[', 'progress.json is damaged'),
     (None, 'a file', 'Not a directory')])
-def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, source, name, content, sentence):
+def test_a_foreign_folder_is_refused_and_unchanged(tmp_path, source, name, content, sentence):
     path = tmp_path / 'out' / (name or '')
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
@@ -212,7 +208,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_was(tmp_path, sour
     assert sorted(tmp_path.rglob('*')) == before and path.read_text() == content
 
 
-def test_fineweb_edu_has_the_recipe_of_the_sps_paper_by_default_and_other_sources_have_not(monkeypatch):
+def test_the_sps_papers_recipe_is_the_default_for_fineweb_edu_only(monkeypatch):
     chosen = []
     monkeypatch.setattr(prepare_fineweb, 'prepare', lambda name, s: chosen.append((
         name, s.config, s.val_share, s.val_hash, s.shuffle)))

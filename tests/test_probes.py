@@ -1,4 +1,4 @@
-"""Linear probes of frozen states: what they are to predict, and that they learn it."""
+"""Linear probes of frozen states: their targets, training, and table."""
 import pytest
 import torch
 from conftest import assert_sentence, run, succeeded
@@ -7,9 +7,9 @@ from analysis import figures, probes
 
 
 @pytest.mark.parametrize('offset', [1, 2, 5])
-def test_a_target_is_so_many_tokens_ahead_and_in_the_same_document(offset):
+def test_targets_are_offset_within_the_same_document(offset):
     torch.manual_seed(offset)
-    tokens = torch.randint(0, 4, (3, 13))  # 0 ends a document
+    tokens = torch.randint(0, 4, (3, 13))  # 0: end of document
     want = torch.full((3, 12), -1)
     for b in range(3):
         for t in range(12):
@@ -19,13 +19,13 @@ def test_a_target_is_so_many_tokens_ahead_and_in_the_same_document(offset):
 
 
 class Ahead(torch.nn.Module):
-    """A model whose state after x_t is x_{t+2}, one-hot."""
+    """Model whose state at t is x_{t+2}, one-hot."""
 
     def final_hidden(self, idx):
         return torch.nn.functional.one_hot(idx.roll(-2, 1), 4).float()
 
 
-def test_the_probe_of_an_offset_learns_what_the_state_knows():
+def test_a_probe_learns_the_offset_encoded_in_the_state():
     torch.manual_seed(0)
     s = probes.Settings(offsets=3, steps=60)
     layers = [torch.nn.Linear(4, 4) for _ in range(3)]
@@ -37,12 +37,12 @@ def test_the_probe_of_an_offset_learns_what_the_state_knows():
     losses = []
     for k in (1, 2, 3):
         wanted = probes.offset_targets(windows, k, 0)
-        wanted[:, 14:] = -1  # the state of the last two wraps round
+        wanted[:, 14:] = -1  # the last two states wrap around
         losses.append(probes.nats(layers[k - 1], h, wanted).item() / (wanted >= 0).sum().item())
     assert losses[1] < 0.5 and min(losses[0], losses[2]) > 0.9
 
 
-def test_the_table_has_a_row_for_each_offset_beside_the_first_label():
+def test_the_table_compares_each_offset_with_the_first_label():
     rows = probes.table({'ntp': [[1.0, 2.0], [3.0, 4.0]], 'nextlat': [[2.5, 2.0]]})
     assert [(row['label'], row['offset'], row['mean'], row['difference'], row['seeds']) for row in rows] == [
         ('ntp', 1, 2.0, 0.0, 2), ('ntp', 2, 3.0, 0.0, 2), ('nextlat', 1, 2.5, 0.5, 1), ('nextlat', 2, 2.0, -1.0, 1)]
@@ -61,6 +61,6 @@ def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
     assert all(4 < float(row['mean']) < 7 for row in rows)
     assert_sentence(run('-m', 'analysis.probes', tmp_path / 'ntp', '--offsets=17'), 'offsets is 17')
     task = '-m', 'analysis.probes', tmp_path / 'ntp', '--data=path_star:degree=2,length=3'
-    assert_sentence(run(*task), 'use data with the same tokenizer')
+    assert_sentence(run(*task), 'use data with that tokenizer')
     monkeypatch.setattr('common.runs.check_vocabulary', lambda *_: None)
     assert_sentence(run(*task), 'is a task')

@@ -1,4 +1,4 @@
-"""The page about runs: what it says, that it loads nothing."""
+"""The HTML report: its contents, and that it is self-contained."""
 import json
 import re
 
@@ -14,7 +14,7 @@ SMALL = dict(n_layer=1, n_head=1, n_embd=32)
 
 @pytest.fixture
 def two_runs(tmp_path):
-    """Runs of two models; the first has evaluations and scores of a task."""
+    """Write runs of two models; the first has evaluations and task scores."""
     log = [{'step': i, 'tokens': 100 * i, 'seconds': 60.0 * i, 'nll': 3.0, 'tokens_per_s': 10.0 * i, 'mfu': 0.25,
             'memory_gib': 1.5} | ({'val': 2.125, 'val_kl': 0.5, 'accuracy': 0.75} if i == 3 else {})
            for i in range(1, 4)]
@@ -26,16 +26,16 @@ def two_runs(tmp_path):
     return runs
 
 
-def test_the_page_has_what_the_runs_have_and_loads_nothing(two_runs, tmp_path):
+def test_the_page_shows_the_runs_and_loads_nothing(two_runs, tmp_path):
     succeeded(run('-m', 'analysis.report', *two_runs, f'--out={tmp_path}/page.html'))
     whole = (tmp_path / 'page.html').read_text()
     page = re.sub(r'<script.*?</script>', '', whole, flags=re.S)
     shown = re.sub(r'<[^>]*>', ' ', page).split()
     for text in ('standard', '300', '3.0', '2.1250', '20', '25.0%', '1.50', '0.625', 'accuracy', '0.75'):
         assert text in shown, (text, shown)
-    assert 'piqa acc limit=7' in page and 'speedup' not in page  # speculative.csv has it
+    assert 'piqa acc limit=7' in page and 'speedup' not in page  # that is in speculative.csv
     assert 'b&lt;!--&lt;script&gt;' in page and 'b<!--' not in page
-    # it loads nothing
+    # self-contained
     assert "default-src 'none'" in whole and 'plotly.js v' in whole and len(whole) < 8_000_000
     assert not re.findall(r'https?:|(?:src|@import|url)\s*[=(]', page) and not re.findall(r'<script[^>]*src', whole)
 

@@ -1,4 +1,4 @@
-"""The run folder: one writer, an append-only log, whole checkpoints of finite numbers, nothing foreign removed."""
+"""The run folder: one writer, an append-only log, and whole, finite checkpoints."""
 import contextlib
 import errno
 import fcntl
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_sentence, contents, losses, run, started, succeeded, train_tiny
+from conftest import assert_sentence, contents, losses, run, start_training, succeeded, train_tiny
 from safetensors.torch import load_file, save_file
 
 import train
@@ -28,15 +28,15 @@ def test_a_second_writer_is_refused_and_changes_nothing(tiny_data, tiny_run, tmp
     before = contents(out)
     with locked(out):
         assert_sentence(train_tiny(tiny_data, out, *args), f'process {os.getpid()} on', 'since 20')
-        succeeded(run('sample.py', out, 'ab', '--max_new_tokens=1'))  # which only reads
+        succeeded(run('sample.py', out, 'ab', '--max_new_tokens=1'))  # reading is allowed
     assert contents(out) == before
     succeeded(train_tiny(tiny_data, out, *args))
 
 
 @pytest.mark.slow
-def test_processes_whose_launcher_is_killed_save_and_end(tiny_data, tmp_path):
+def test_workers_orphaned_by_torchrun_save_and_exit(tiny_data, tmp_path):
     out = tmp_path / 'run'
-    launcher = started(tiny_data, out, processes=2)
+    launcher = start_training(tiny_data, out, processes=2)
     launcher.kill()
     launcher.wait()
     deadline = time.time() + 10
@@ -47,7 +47,7 @@ def test_processes_whose_launcher_is_killed_save_and_end(tiny_data, tmp_path):
 
 
 def processes_with(argument):
-    """The process ids with this text in their command line."""
+    """Return the ids of processes with this text in their command line."""
     found = []
     for path in Path('/proc').glob('[0-9]*/cmdline'):
         with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ def processes_with(argument):
     return found
 
 
-# ---- log.jsonl ----
+# ---- the disk ----
 
 @pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, number):
@@ -66,13 +66,11 @@ def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, number):
         pass
 
 
-# ---- the disk ----
-
 @pytest.mark.parametrize('number, kind, is_error', [
     (errno.EINVAL, 'folder', False), (errno.ENOTSUP, 'folder', False), (errno.EIO, 'folder', True),
     (errno.EINVAL, 'file', True)])
-def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch, number, kind, is_error):
-    """CIFS and FUSE refuse it. Any other error names its path."""
+def test_a_folder_that_cannot_be_fsynced_is_no_error(tmp_path, monkeypatch, number, kind, is_error):
+    """CIFS and FUSE do not support it. Any other error names its path."""
     def fsync(fd):
         raise OSError(number, os.strerror(number))
     path = tmp_path if kind == 'folder' else tmp_path / 'file'
@@ -85,24 +83,24 @@ def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch, numb
 @pytest.mark.parametrize('error, said', [(OSError(errno.ENOSPC, 'No space left'), "No space left: '{}'"),
                                          (OSError(errno.EIO, 'broken', 'file'), "broken: 'file'"),
                                          (OSError('no network'), '^no network$')])
-def test_an_error_of_the_disk_names_its_path_or_the_run(tmp_path, error, said):
+def test_disk_errors_name_the_path_or_the_run(tmp_path, error, said):
     run = tmp_path / 'run'
-    with pytest.raises(OSError, match=said.format(run)), runs.claimed(run, True, False):
+    with pytest.raises(OSError, match=said.format(run)), runs.locked_run(run, True, False):
         raise error
 
 
 # ---- log.jsonl ----
 
-def test_a_log_continues_after_a_line_that_was_cut_off(tmp_path, capsys):
+def test_a_log_continues_after_a_truncated_line(tmp_path, capsys):
     (tmp_path / 'log.jsonl').write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
     with runs.open_log(tmp_path, 1) as log:
         log.write('{"step": 2, "loss": 2.125}\n')
     assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
-    assert 'left out 1 damaged line' in capsys.readouterr().err
+    assert 'skipped 1 damaged line' in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_gone_is_not_started_anew_unasked(tiny_data, tiny_run, tmp_path):
+def test_a_run_that_lost_its_checkpoints_is_not_restarted_silently(tiny_data, tiny_run, tmp_path):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     shutil.rmtree(out / 'ckpt')
     before = contents(out)
@@ -115,7 +113,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_anew_unasked(tiny_data,
 
 
 @pytest.mark.slow
-def test_a_resumed_run_continues_its_run_of_wandb(tiny_data, tmp_path, monkeypatch):
+def test_resuming_continues_the_wandb_run(tiny_data, tmp_path, monkeypatch):
     (tmp_path / 'wandb.py').write_text(
         'import types\ncalls = []\ndef init(id, resume, **rest):\n    calls.append((id, resume))\n'
         '    return types.SimpleNamespace(id=id or f"new{len(calls)}", log=lambda *a, **k: 0, finish=lambda: 0)\n')
@@ -128,7 +126,7 @@ def test_a_resumed_run_continues_its_run_of_wandb(tiny_data, tmp_path, monkeypat
     del sys.modules['wandb']
 
 
-# ---- what is removed, and what is there ----
+# ---- other files ----
 
 @pytest.mark.slow
 def test_overwrite_removes_only_what_training_writes(tiny_data, tiny_run, tmp_path):
@@ -156,7 +154,7 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, tiny_run, tmp_pa
 
 
 @pytest.mark.slow
-def test_stray_files_are_no_checkpoints_and_files_have_the_usual_permissions(tiny_run, tmp_path):
+def test_stray_files_are_ignored_and_permissions_follow_the_umask(tiny_run, tmp_path):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     (out / 'ckpt/step_00000099').write_text('a file')
     (out / 'ckpt/step_00000098.bak').mkdir()
@@ -168,7 +166,7 @@ def test_stray_files_are_no_checkpoints_and_files_have_the_usual_permissions(tin
 
 
 @pytest.mark.slow
-def test_built_data_can_be_elsewhere_than_the_checkout(tmp_path):
+def test_built_data_can_be_stored_outside_the_checkout(tmp_path):
     environment = {**os.environ, 'BUILT_DATA': str(tmp_path / 'built')}
     code = 'from data import open_data; print("in", open_data("python_docs").folder)'
     assert f'in {tmp_path}/built/python_docs' in succeeded(run('-c', code, env=environment)).stdout
@@ -188,7 +186,7 @@ def load(folder):
     return state['step'], tensors['w'][0].item()
 
 
-def test_old_checkpoints_go_and_damaged_ones_with_higher_steps(run_folder):
+def test_old_checkpoints_and_damaged_later_ones_are_removed(run_folder):
     assert load(run_folder) == (2, 2.0)
     for step in (8, 9):
         shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
@@ -199,10 +197,10 @@ def test_old_checkpoints_go_and_damaged_ones_with_higher_steps(run_folder):
     assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000001']
 
 
-# ---- numbers that are not finite ----
+# ---- non-finite numbers ----
 
 @pytest.mark.slow
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tiny_data, tmp_path, monkeypatch):
+def test_steps_with_non_finite_gradients_are_skipped_and_counted(tiny_data, tmp_path, monkeypatch):
     out, first = tmp_path / 'run', train.train_step
 
     def train_step(model, ddp, optimizer, data, s, step, *rest):
@@ -222,11 +220,11 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(tiny_d
         assert all(t.isfinite().all() for t in load_file(path).values()), path
 
 
-def test_a_number_that_is_not_finite_is_neither_saved_nor_loaded(run_folder):
+def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
     bad = {'w': torch.ones(3), 'exp_avg_sq/w': torch.tensor([1, float('inf')])}
-    with pytest.raises(UserError, match='after step 3, exp_avg_sq/w holds numbers that are not finite.*step_00000002'):
+    with pytest.raises(UserError, match='exp_avg_sq/w contains NaN or infinity after step 3.*step_00000002'):
         checkpoint.save_checkpoint(run_folder, 3, bad, {'step': 3})
-    for step in (2, 1):  # the checksums are right
+    for step in (2, 1):  # with correct checksums
         assert load(run_folder) == (step, step)
         newest = checkpoint.checkpoints(run_folder)[2 - step]
         save_file({'w': torch.tensor([1, float('nan')])}, newest / 'model.safetensors')
@@ -236,27 +234,27 @@ def test_a_number_that_is_not_finite_is_neither_saved_nor_loaded(run_folder):
         load(run_folder)
 
 
-def test_one_number_that_is_not_finite_is_found_and_a_sum_too_large_is_none():
+def test_any_nan_or_inf_is_found_but_an_overflowing_sum_is_allowed():
     large, nan = torch.full((4,), 3e38), float('nan')
-    assert checkpoint.not_finite({'large': large, 'half': torch.full((99,), 6e4).half(), 'none': torch.ones(0)}) is None
+    assert checkpoint.first_nonfinite({'a': large, 'fp16': torch.full((99,), 6e4).half(), 'no': torch.ones(0)}) is None
     for bad in ([nan], [float('inf'), 1.0], [float('inf'), -float('inf')], [3e38, 3e38, nan]):
-        assert checkpoint.not_finite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
+        assert checkpoint.first_nonfinite({'large': large, 'bad': torch.tensor(bad)}) == 'bad'
 
 
-# ---- errors and hang-ups ----
+# ---- errors and signals ----
 
-def test_a_closed_terminal_does_not_keep_a_run_from_saving(monkeypatch, signals_of_a_terminal):
-    with machine.caught_signals() as stop, monkeypatch.context() as patch:
+def test_a_run_survives_a_closed_terminal(monkeypatch, signals_of_a_terminal):
+    with machine.catch_signals() as stop, monkeypatch.context() as patch:
         signal.raise_signal(signal.SIGHUP)
-        signal.raise_signal(signal.SIGHUP)  # a shell sends a second one
+        signal.raise_signal(signal.SIGHUP)  # shells send two
         patch.setattr(sys, 'stdout', open('/dev/full', 'w'))
         machine.say('step 1')
     assert stop == [signal.SIGHUP]
 
 
 @pytest.mark.parametrize('error, status', [(UserError('a sentence'), 'a sentence'), (KeyboardInterrupt(), 130),
-                                           (MemoryError('x'), 'not enough memory'), (OSError(28, 'full'), 'free some')])
-def test_errors_that_a_person_can_fix_are_a_sentence_and_bugs_a_traceback(error, status):
+                                           (MemoryError('x'), 'out of memory'), (OSError(28, 'full'), 'free some')])
+def test_user_errors_give_a_message_and_bugs_a_traceback(error, status):
     with pytest.raises(SystemExit) as end, friendly_errors():
         raise error
     assert end.value.code == status or status in str(end.value.code)

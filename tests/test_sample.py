@@ -1,4 +1,4 @@
-"""Generation: the tokens are those of the full forward, drawn from the distribution that was asked for."""
+"""Generation: sampling distributions, ends of texts, prompts, and streamed output."""
 import contextlib
 import functools
 import io
@@ -19,7 +19,7 @@ from common.speculative import speculative_generate
 from data.tokenizers import load_tokenizer
 
 
-def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
+def test_cpu_decoding_is_in_fp32_even_under_autocast():
     model, seen = make('standard'), []
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     with torch.autocast('cpu', torch.bfloat16):
@@ -32,7 +32,7 @@ def test_decoding_on_a_cpu_is_in_fp32_under_autocast_too():
     ({'top_p': 0.7}, [2 / 3, 1 / 3, 0, 0]), ({'top_p': 0.5}, [1, 0, 0, 0]), ({'top_p': 1e-9}, [1, 0, 0, 0]),
     ({'min_p': 0.25}, [5 / 9, 2.5 / 9, 1.5 / 9, 0]),
     ({'temperature': 0.5}, [x / 0.345 for x in (0.25, 0.0625, 0.0225, 0.01)])], ids=str)
-def test_filters(options, want):
+def test_filters_give_the_expected_probabilities(options, want):
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
     torch.testing.assert_close(token_probs(logits, **options), torch.tensor(want, dtype=torch.float32))
 
@@ -55,8 +55,8 @@ def test_a_seed_repeats_the_text_and_rows_end_at_eos_and_at_finished(decode):
 
 
 @pytest.mark.parametrize('temperature', [0, 1e-46, 1e-6, 1e-3, 1.0, 1e3, 1e6])
-def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperature):
-    """Below 1e-6, the likeliest token has all probability."""
+def test_token_probabilities_are_right_at_every_temperature(temperature):
+    """Very low temperatures give the most likely token all probability."""
     sample.Settings(temperature=temperature)
     logits = torch.cat([torch.tensor([0.0, 1e-6, -80.0]), torch.full((3,), float('-inf'))])
     want = (logits.double() / max(temperature, 1e-15)).softmax(-1)
@@ -65,7 +65,7 @@ def test_the_distribution_is_right_at_every_temperature_that_is_taken(temperatur
 
 @pytest.mark.parametrize('options', [dict(temperature=-1), dict(temperature=float('nan')),
                                      dict(top_k=0), dict(top_p=0), dict(top_p=1.1), dict(min_p=-0.1)], ids=str)
-def test_sampling_settings_out_of_range_are_a_sentence(options):
+def test_sampling_settings_out_of_range_give_a_clear_error(options):
     name, = options
     for call in (functools.partial(generate, make('standard'), PROMPTS, 3), sample.Settings,
                  functools.partial(drafted, make('standard'), PROMPTS, 3)):
@@ -74,22 +74,22 @@ def test_sampling_settings_out_of_range_are_a_sentence(options):
 
 
 @pytest.mark.parametrize('drafting', [False, True], ids=['plain', 'drafted'])
-def test_an_empty_prompt_and_logits_that_are_not_finite_are_sentences(device, drafting):
+def test_empty_prompts_and_non_finite_logits_give_a_clear_error(device, drafting):
     model = make('standard').to(device)
     decode = functools.partial(speculative_generate, draft=make('standard').to(device)) if drafting else generate
     with pytest.raises(UserError, match='a prompt is empty'):
         decode(model, [[1], []], 5)
     with torch.no_grad():
         model.norm.weight.mul_(float('nan'))
-    with pytest.raises(UserError, match='computes no finite logits'):
+    with pytest.raises(UserError, match='the logits of a prompt are not finite'):
         decode(model, PROMPTS, 3)
 
 
 @pytest.mark.parametrize('threads, local_world, omp, expected', [
     (None, 1, None, None), (None, 1, '3', None), (5, 1, '3', 5), (None, 2, None, 4), (None, 2, '1', 4),
     (None, 2, '3', None), (5, 2, '1', 5), (None, 99, None, 1)])
-def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch, threads, local_world, omp, expected):
-    """None: PyTorch's own choice, which reads OMP_NUM_THREADS."""
+def test_processes_share_the_cores_unless_threads_are_set(monkeypatch, threads, local_world, omp, expected):
+    """An expected value of None means PyTorch's default, which reads OMP_NUM_THREADS."""
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     if omp is not None:
         monkeypatch.setenv('OMP_NUM_THREADS', omp)
@@ -105,10 +105,10 @@ def test_threads_are_the_users_or_the_cores_shared_by_the_processes(monkeypatch,
 @pytest.mark.parametrize('prompt, options, want', [
     ('ab', {}, ([97, 98], 47)), ('a' * 48, {}, ([97] * 48, 1)), ('', {}, ([256], 48)),
     ('ab' * 20, dict(max_new_tokens=9), ([97, 98] * 20, 9)),
-    ('a' * 49, {}, 'a prompt of 49 tokens and 1 new ones do not fit the context of 48: lower max_new_tokens'),
-    ('a', dict(max_new_tokens=49), 'do not fit the context of 48')])
+    ('a' * 49, {}, 'a prompt of 49 tokens plus 1 new tokens exceeds the context of 48: lower --max_new_tokens'),
+    ('a', dict(max_new_tokens=49), 'exceeds the context of 48')])
 def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
-    """The model does not read the last new token. An empty prompt is the start of a document."""
+    """The last new token is not read again. An empty prompt starts a document."""
     record = {'settings': {'block_size': 48}, 'data': {'eos_id': 256}}
     with pytest.raises(UserError, match=want) if isinstance(want, str) else contextlib.nullcontext():
         (ids,), n_new = sample.encode_prompts(sample.Settings(**options), load_tokenizer('byte'), record, [prompt])
@@ -117,8 +117,8 @@ def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from('éENDx日')), st.sampled_from([None, 'END', 'é', 'NDE']))
-def test_a_text_is_printed_as_it_grows_up_to_the_stop_string(text, stop):
-    """A stop string cut into tokens never shows; a character cut into bytes shows whole."""
+def test_text_is_streamed_up_to_the_stop_string(text, stop):
+    """Never prints part of a stop string that spans tokens, or part of a character."""
     output, ids, printed = sample.Output(load_tokenizer('byte'), 1, stop), [], io.StringIO()
     with contextlib.redirect_stdout(printed):
         for byte in text.encode():
@@ -154,8 +154,8 @@ def test_command_line(trained, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('args, part', [
-    ([], 'which run?'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
-    (['RUN'], 'there is no prompt'), (['RUN', 'a', '--file=none.txt'], "No such file or directory: 'none.txt'"),
+    ([], 'no run given'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
+    (['RUN'], 'no prompt'), (['RUN', 'a', '--file=none.txt'], "No such file or directory: 'none.txt'"),
     (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
-def test_bad_input_is_a_sentence(trained, args, part):
+def test_bad_input_gives_a_clear_error(trained, args, part):
     assert_sentence(run('sample.py', *[trained if arg == 'RUN' else arg for arg in args]), part)

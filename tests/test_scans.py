@@ -1,7 +1,7 @@
-"""The fast forms in scans/ are pinned to the code they re-implement: an edit runs, and the folder can be deleted.
+"""Fast scans in scans/ are pinned to the code they reimplement; edits run step by step.
 
-Where a pin is stale: run the tests of the model, which compare both forms (tests/test_gpn.py and test_gpn_scan.py for
-GPN). If they pass, set PIN in the scan to the digest that the message names.
+If a pin is stale, run the tests that compare both forms (for GPN tests/test_gpn.py and
+test_gpn_scan.py). If they pass, set PIN in the scan to the digest in the message.
 """
 import importlib
 import inspect
@@ -11,12 +11,12 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run_apart, succeeded
+from conftest import ROOT, run_subprocess, succeeded
 
 import scans
 from attn_kernels import digest
 
-MODELS = {  # small models that use every branch of their fast form
+MODELS = {  # small models that use every branch of their scan
     'gpn': dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60,
                 segment_len=5, eos_id=59, bptt_len=7),
     'context_ready': dict(n_layer=2, n_head=2, n_embd=24, vocab_size=64, n_ids=60, bptt=True, segment_len=5, eos_id=59,
@@ -33,7 +33,7 @@ PINNED = {
 
 @pytest.fixture
 def edited(tmp_path, monkeypatch):
-    """A function: model_NAME.py after edit(source), as a module of its own."""
+    """Return a function that imports model_NAME.py with edit(source) applied."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def import_edited(name, edit):
@@ -44,7 +44,7 @@ def edited(tmp_path, monkeypatch):
 
 
 def make(file, name, **values):
-    """A float64 model in which every weight matters, and windows with documents."""
+    """Return a float64 model with large random weights, and windows with documents."""
     torch.manual_seed(0)
     model = file.Model(file.Config(**MODELS[name] | values)).double()
     for p in model.parameters():
@@ -56,14 +56,14 @@ def make(file, name, **values):
 
 @torch.no_grad()
 def results(model, idx):
-    """The loss, and the logits of decoding in pieces and of the whole."""
+    """Return the loss, the logits of decoding in pieces, and those of the full forward."""
     cache = model.new_cache(*idx.shape, max_run=3)
     decoded = [model.extend(run, cache, all_positions=True) for run in idx.split([9, 1, 3, 10], 1)]
     return model(idx, idx)['loss'].item(), torch.cat(decoded, 1)[..., :60], model.logits(idx)[..., :60]
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_pins_are_current_and_hold_all_that_is_named_above(name):
+def test_pins_are_current_and_cover_the_listed_objects(name):
     file, fast = importlib.import_module(f'model_{name}'), importlib.import_module(f'scans.{name}')
     assert digest(*fast.implements(file)) == fast.PIN, f'set PIN in scans/{name}.py, once its tests pass'
     of_file = [x.__qualname__ for x in fast.implements(file) if inspect.getmodule(x) is file]
@@ -71,14 +71,14 @@ def test_pins_are_current_and_hold_all_that_is_named_above(name):
 
 
 @pytest.mark.parametrize('name, piece', [(name, piece) for name in PINNED for piece in PINNED[name].split()])
-def test_an_edit_of_each_pinned_object_is_noticed(name, piece, monkeypatch, capsys):
-    scans._say.cache_clear()
+def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys):
+    scans._warn_once.cache_clear()
     model, _ = make(importlib.import_module(f'model_{name}'), name)
     assert model.fast and capsys.readouterr().err == ''
     monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
-    for said in (1, 0):  # once
+    for n_lines in (1, 0):  # printed once
         assert scans.pinned(model, importlib.import_module(f'scans.{name}')) is None
-        assert capsys.readouterr().err.count('step by step: scans.' + name) == said
+        assert capsys.readouterr().err.count('step by step: scans.' + name) == n_lines
 
 
 @pytest.mark.parametrize('name, old, new', [
@@ -94,7 +94,7 @@ def test_an_edited_equation_trains_and_decodes(name, old, new, edited):
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_comments_docstrings_and_what_surrounds_the_recurrence_are_no_edit(name, edited, capsys):
+def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, edited, capsys):
     def commented(source):
         source = re.sub(r'(?m)^( +(def|for|if|return) .*)$', r'\1  # a comment', source)
         source = source.replace('self.head(h)', '30 * torch.tanh(self.head(h) / 30)')
@@ -103,9 +103,9 @@ def test_comments_docstrings_and_what_surrounds_the_recurrence_are_no_edit(name,
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_renamed_functions_and_subclasses_run_the_equations_and_the_setting_decides(name, capsys, monkeypatch):
+def test_renamed_functions_and_subclasses_run_the_equations_unless_scan_is_fast(name, capsys, monkeypatch):
     file = importlib.import_module(f'model_{name}')
-    scans._say.cache_clear()
+    scans._warn_once.cache_clear()
 
     class Own(file.Model):
         pass
@@ -135,9 +135,9 @@ for name, values in models.items():
 
 
 @pytest.mark.slow
-def test_the_folder_can_be_deleted(tmp_path):
+def test_the_scans_folder_can_be_deleted(tmp_path):
     for path in (*(f'model_{name}.py' for name in MODELS), 'attn_kernels.py'):
         shutil.copy(ROOT / path, tmp_path)
     (tmp_path / 'script.py').write_text(f'import importlib, torch\nmodels = {MODELS}\n{WITHOUT_SCANS}')
-    result = succeeded(run_apart(tmp_path / 'script.py'))
+    result = succeeded(run_subprocess(tmp_path / 'script.py'))
     assert result.stderr == '' and result.stdout.count('needs the folder scans/') == len(MODELS)

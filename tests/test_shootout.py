@@ -1,4 +1,4 @@
-"""Every architecture side by side: equal parameters, equal budgets, and the table of what came out."""
+"""Every architecture side by side: equal parameters, equal budgets, and the results table."""
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +42,7 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     monkeypatch.setattr(compare, 'train_all', lambda commands, jobs: trained.update(commands))
     monkeypatch.setattr(shootout, 'speed', lambda folder: speeds[folder.name.partition('_')[0]])
     runs = shootout.train_cells(s, DATA, tmp_path)
-    assert len(runs) == 6 and len(trained) == 2 * (1 + 3)  # Standard's three budgets are one
+    assert len(runs) == 6 and len(trained) == 2 * (1 + 3)  # Standard's three budgets are equal
 
     settings = {key: given(trained[folders[0]]) for key, folders in runs.items()}
     tokens = {key: int(own['max_tokens']) for key, own in settings.items()}
@@ -57,7 +57,7 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     assert trained[runs['sps', 'wall time'][1]][-1] == '--seed=2'
 
 
-def test_the_table_is_that_of_its_runs(tmp_path):
+def test_table_values_follow_from_the_runs(tmp_path):
     losses = {'standard': (2.0, 2.1, 2.3), 'sps': (1.9, 1.8, 2.0)}
     folders = {name: [finished_run(tmp_path / f'{name}_{i}', name, 1000, loss) for i, loss in enumerate(values)]
                for name, values in losses.items()}
@@ -73,7 +73,7 @@ def test_the_table_is_that_of_its_runs(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['shootout_64', 'shootout_128'])
-def test_the_page_has_the_numbers_of_its_csv(name):
+def test_the_results_page_matches_its_csv(name):
     rows, page = read_csv(ROOT / f'bench/results/{name}.csv'), (ROOT / 'RESULTS.md').read_text()
     for row in rows:
         if row['name'] != 'standard':
@@ -83,12 +83,12 @@ def test_the_page_has_the_numbers_of_its_csv(name):
             assert any(cell in line for line in lines for cell in cells), row
 
 
-def test_the_front_has_what_no_other_beats_in_both():
+def test_the_pareto_front_has_the_undominated_points():
     assert shootout.front([(3, 1.0), (1, 2.0), (2, 2.5), (2, 1.5), (4, 1.0)]) == [(1, 2.0), (2, 1.5), (3, 1.0)]
 
 
 @pytest.mark.long
-def test_two_models_from_training_to_the_page(tiny_data, tmp_path, monkeypatch):
+def test_two_models_run_end_to_end(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(shootout, 'CONTEXTS', (64, 128))
     out = tmp_path / 'out'
     command = ['-m', 'analysis.shootout', f'--data={tiny_data}', '--models=standard,nextlat', '--n_layer=4',

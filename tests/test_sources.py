@@ -1,4 +1,4 @@
-"""What each kind of source is read as: files, patterns and folders; training and preparation read texts alike."""
+"""Reading files, patterns and folders; training and preparation read texts alike."""
 import csv
 import gzip
 import json
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import data
 import prepare_fineweb
-from common.files import UserError, say_once
+from common.files import UserError, warn_once
 from data import sources
 from data.shards import Data
 from data.sources import hash_share, split_of
@@ -33,7 +33,7 @@ def options(**given):
 
 
 def read(source, state=None, **given):
-    """[(next state, [document])] of a source."""
+    """Return [(next state, [document])] of a source."""
     s = options(**given)
     return list(sources.open_source(str(source), s)[0](state))
 
@@ -45,7 +45,7 @@ def texts(batches):
 # ---- formats ----
 
 def write(folder, kind, records, n_files=3):
-    """Write records to files of a format. Each file has a column of its own, which nobody asked for."""
+    """Write records to files of a format, each with an additional column of its own."""
     folder.mkdir(parents=True)
     for i in range(n_files):
         part = [{**record, f'column_{i}': i, 'mixed': i if i % 2 else {'nested': []}}
@@ -55,7 +55,7 @@ def write(folder, kind, records, n_files=3):
             pa.parquet.write_table(pa.Table.from_pylist(part), path, row_group_size=50)
         elif kind == 'jsonl.gz':
             path.write_bytes(gzip.compress(lines.encode()))
-        elif kind == 'jsonl.zst':  # of a frame per line, as if files were joined
+        elif kind == 'jsonl.zst':  # one frame per line, like concatenated files
             frames = (pa.compress(line, 'zstd', asbytes=True) for line in lines.encode().splitlines(True))
             path.write_bytes(b''.join(frames))
         elif kind == 'csv':
@@ -74,7 +74,7 @@ WITH_TEXT = [record['text'] for record in RECORDS if record['text']]
 
 @pytest.fixture(scope='module', params=['jsonl', 'jsonl.gz', 'jsonl.zst', 'json', 'parquet', 'csv'])
 def files(request, tmp_path_factory):
-    """A folder of one format, with older copies in a hidden folder, a licence and a picture."""
+    """Make a folder of one format, with a hidden copy, a licence and a picture in it."""
     folder = tmp_path_factory.mktemp('files') / 'files'
     write(folder, request.param, RECORDS)
     shutil.copytree(folder, folder / '.cache')
@@ -83,30 +83,30 @@ def files(request, tmp_path_factory):
     return folder, request.param
 
 
-def test_a_folder_a_pattern_and_a_file_are_read_alike_whatever_other_columns_they_have(files):
+def test_folders_patterns_and_files_are_read_alike(files):
     folder, kind = files
     by_file = [found for i in range(3) for found in texts(read(folder / f'{i}.{kind}'))]
     assert by_file == WITH_TEXT
     assert all(texts(read(source)) == by_file for source in (folder, f'{folder}/*.{kind}', f'{folder}/*'))
     left_out = [found for _, batch in read(folder) for found in batch].count(None)
     assert left_out == 2  # records without a text
-    with pytest.raises(UserError, match=r"field 'body'; the fields are id, text, column_0, mixed"):
+    with pytest.raises(UserError, match=r"field 'body'; fields: id, text, column_0, mixed"):
         read(folder, text_field='body')
-    with pytest.raises(UserError, match='with .txt files alone'):  # a folder of records and a text
+    with pytest.raises(UserError, match='only .txt files'):  # a folder of records and a text
         data.open_data(str(folder))
 
 
-def test_a_record_may_lack_its_text_but_not_all_of_them(tmp_path):
+def test_some_but_not_all_records_may_lack_text(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)
-    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; the fields are id, body: set --text_fi"):
+    with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; fields: id, body. Set --text_fi"):
         read(path)
     path.write_text(path.read_text() + '{"id": 3, "text": "at last"}\n')
     assert texts(read(path)) == ['at last'] and sum(len(batch) for _, batch in read(path)) == 601
 
 
 @pytest.mark.parametrize('shuffle', [0, 100])
-def test_reading_continues_from_every_batch_with_the_same_documents(files, shuffle, monkeypatch):
+def test_reading_can_resume_from_any_batch(files, shuffle, monkeypatch):
     monkeypatch.setattr(sources, 'BATCH', 30)
     whole = read(files[0], shuffle=shuffle)
     assert sorted(texts(whole)) == sorted(WITH_TEXT)
@@ -118,11 +118,11 @@ def test_shuffling_mixes_files_and_documents(tmp_path):
     write(tmp_path / 'files', 'jsonl', [{'id': i, 'text': line} for i, line in enumerate(LINES)], n_files=8)
     order = [LINES.index(text) for text in texts(read(tmp_path / 'files', shuffle=250))]
     assert sorted(order) == [*range(400)] and sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
-    assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # a block is five files
+    assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # a block: 5 files
 
 
 @pytest.mark.parametrize('kind', ['saved', 'saved dict', 'arrow'])
-def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path, monkeypatch):
+def test_other_formats_are_read_with_the_datasets_library(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, 'BATCH', 30)
     found = datasets.Dataset.from_list([{'id': str(i), 'text': line, 'other': i} for i, line in enumerate(LINES)])
     if kind == 'arrow':
@@ -130,7 +130,7 @@ def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path
         (tmp_path / 'source').mkdir()
         shutil.copy(next((tmp_path / 'saved').glob('*.arrow')), tmp_path / 'source/a.arrow')
     else:
-        found = found.with_format('numpy')  # is saved with it
+        found = found.with_format('numpy')  # the format is saved, too
         (datasets.DatasetDict(train=found) if kind == 'saved dict' else found).save_to_disk(tmp_path / 'source')
     whole = read(tmp_path / 'source')
     assert texts(whole) == LINES
@@ -142,7 +142,7 @@ def test_the_library_datasets_reads_what_is_none_of_these_formats(kind, tmp_path
 
 
 @pytest.mark.parametrize('kind', ['parquet', 'jsonl.gz'])
-def test_other_columns_of_a_configuration_may_differ_between_its_files(kind, tmp_path):
+def test_files_of_a_configuration_may_have_different_columns(kind, tmp_path):
     write(tmp_path / 'files', kind, RECORDS)
     (tmp_path / 'files/README.md').write_text(f'---\nconfigs:\n- config_name: all\n  data_files: "*.{kind}"\n---\n')
     assert texts(read(tmp_path / 'files', config='all')) == WITH_TEXT
@@ -154,19 +154,19 @@ def test_other_columns_of_a_configuration_may_differ_between_its_files(kind, tmp
 
 # ---- texts ----
 
-def test_one_big_text_is_cut_the_same_way_by_training_and_by_preparation(tmp_path, capsys):
+def test_training_and_preparation_split_one_big_text_alike(tmp_path, capsys):
     text = '\n'.join(LINES)
     (tmp_path / 'texts').mkdir()
     (tmp_path / 'texts/all.txt').write_text('\ufeff' + text, encoding='utf-8')
     folders = [data.open_data(str(tmp_path / name)).folder for name in ('texts', 'texts/all.txt')]
-    assert capsys.readouterr().out.count('one text: its last 10% are the validation data') == 2
+    assert capsys.readouterr().out.count('single text: its last 10% are the validation data') == 2
     folders += [prepared(tmp_path / name, tmp_path / out) for name, out in (('texts', 'a'), ('texts/all.txt', 'b'))]
     for folder in folders:
         (train,), (val,) = byte_documents(folder, 'train'), byte_documents(folder, 'val')
         assert train + val == text and 0.09 < len(val) / len(text) < 0.11
 
 
-def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_path, built):
+def test_each_text_file_is_one_document_in_training_and_preparation(tmp_path, built):
     (tmp_path / 'texts/more').mkdir(parents=True)
     for i, line in enumerate(LINES):
         (tmp_path / 'texts' / ('more' if i % 2 else '') / f'{i}.txt').write_text(f'{line}\n{i}')
@@ -177,7 +177,7 @@ def test_several_texts_are_a_document_each_for_training_and_for_preparation(tmp_
     prepared(tmp_path / 'texts', tmp_path / 'out', '--val_share=0.05')
     assert [byte_documents(tmp_path / 'out', split) for split in ('train', 'val')] == [train, val]
     assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len([*built.glob('texts-*')]) == 1
-    (tmp_path / 'texts/0.txt').write_text('Another text.')  # and so other data
+    (tmp_path / 'texts/0.txt').write_text('Another text.')  # makes it different data
     assert data.open_data(str(tmp_path / 'texts')).sha256 != d.sha256 and len([*built.glob('texts-*')]) == 2
 
 
@@ -185,8 +185,8 @@ STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in rang
 
 
 @pytest.mark.parametrize('marker', ['<|endoftext|>', '</s>'])
-def test_an_end_of_text_that_is_spelled_out_is_said_and_separates_documents_on_demand(marker, tmp_path, capfd):
-    say_once.cache_clear()
+def test_literal_end_of_text_markers_are_reported_and_can_split_documents(marker, tmp_path, capfd):
+    warn_once.cache_clear()
     (tmp_path / 'stories.txt').write_text(f'\n{marker}\n'.join(STORIES) + marker)
     assert texts(read(tmp_path / 'stories.txt', split_at=marker)) == STORIES and capfd.readouterr().err == ''
     lines = (tmp_path / 'stories.txt').read_text().splitlines()
@@ -200,7 +200,7 @@ def test_an_end_of_text_that_is_spelled_out_is_said_and_separates_documents_on_d
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(n=st.integers(2, 600), share=st.sampled_from([1e-9, 0.001, 0.02, 0.5]),
        val_hash=st.sampled_from(['md5', 'sha256']))
-def test_val_share_is_raised_where_it_leaves_too_few_and_no_further(n, share, val_hash):
+def test_val_share_is_raised_only_as_far_as_needed(n, share, val_hash):
     s = options(val_share=share, val_hash=val_hash)
     keys = [str(i) for i in range(n)]
     fitting, by_text = sources.fitting_share(lambda state: [(None, [(None, key, 'a text') for key in keys])], s)
@@ -213,20 +213,20 @@ def test_val_share_is_raised_where_it_leaves_too_few_and_no_further(n, share, va
 
 
 @pytest.mark.parametrize('n_ids, said', [(90, ''), (3, '90 documents have 3 in field'), (1, '90 documents have 1 in')])
-def test_ids_that_repeat_are_said_and_shares_are_of_documents(n_ids, said, tmp_path):
+def test_repeated_ids_are_reported_and_shares_count_documents(n_ids, said, tmp_path):
     records = [{'id': i % n_ids, 'text': line} for i, line in enumerate(LINES[:90])]
     (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, records)))
     result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_share=1e-9'))
-    assert said in result.stdout and ('ids repeat' in result.stdout) == (said != '')
+    assert said in result.stdout and ('repeated ids' in result.stdout) == (said != '')
     n_val = {90: 4, 3: 30, 1: 4}[n_ids]  # 5% of the documents, or all of an id
-    assert 'leaves 0 of 90 documents for validation: it is raised to' in result.stdout
+    assert 'leaves 0 of 90 documents for validation: raised to' in result.stdout
     assert f'which leaves {n_val}\n' in result.stdout and Data(tmp_path / 'out').splits['val']['documents'] == n_val
 
 
-def test_val_share_looks_no_further_than_max_tokens_reaches(tmp_path):
+def test_val_share_considers_only_documents_within_max_tokens(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
     result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))
-    assert "1 records without a text in field 'text' were left out" in result.stdout  # as far as it has read
+    assert "1 records without text in field 'text' were skipped" in result.stdout  # as far as it has read
     splits = Data(tmp_path / 'out').splits
     assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
     assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is why it was raised
@@ -242,13 +242,13 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after row 0 (ArrowInvalid)'),
     ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
-    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text', expected text"),
-    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; the fields are text"),
+    ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
+    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; fields: text"),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
     ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),
 ])
-def test_a_source_that_cannot_be_read_is_a_sentence_that_names_file_and_line(tmp_path, name, content, sentence):
+def test_unreadable_sources_are_reported_with_file_and_line(tmp_path, name, content, sentence):
     (tmp_path / 'docs').mkdir()
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(sentence)):

@@ -1,4 +1,4 @@
-"""Speculative decoding: texts have the distribution of plain decoding, whatever drafts, however long the drafts are."""
+"""Speculative decoding has the distribution of plain decoding, for any draft and length."""
 import copy
 import csv
 import itertools
@@ -28,8 +28,8 @@ def make(name, seed=0, spread=0.3, **values):
     return model.eval()
 
 
-def near(model):
-    """A model that drafts well: the same weights, disturbed."""
+def perturbed(model):
+    """Return a good draft model: the same weights with noise."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in other.parameters():
@@ -44,25 +44,25 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 @pytest.mark.parametrize('name, drafts', [('nextlat', None), ('mtp', None), ('jtp', None), ('standard', 'standard'),
                                           ('standard', 'sps'), ('sps', 'standard'), ('nextlat', 'nextlat')])
 @pytest.mark.parametrize('draft_len', [1, 2, 'auto'])
-def test_greedy_texts_are_those_of_plain_decoding(name, drafts, draft_len):
-    """100 prompts of different lengths; new texts of 30 tokens; models that end documents."""
+def test_greedy_texts_equal_plain_decoding(name, drafts, draft_len):
+    """100 prompts of different lengths, 30 new tokens, models with eos."""
     model = make(name, eos_id=59)
-    draft = None if drafts is None else near(model) if drafts == name else make(drafts, seed=1, eos_id=59)
+    draft = None if drafts is None else perturbed(model) if drafts == name else make(drafts, seed=1, eos_id=59)
     prompts = [torch.randint(0, 60, (1 + i % 9,), generator=torch.Generator().manual_seed(i)).tolist()
                for i in range(100)]
     got, statistics = speculative_generate(model, prompts, 30, draft=draft, draft_len=draft_len, temperature=0)
     assert got == generate(model, prompts, 30, temperature=0)
-    assert statistics.rounds + statistics.accepted_at.total() >= 100 * 29  # each round also makes a token of its own
+    assert statistics.rounds + statistics.accepted_at.total() >= 100 * 29  # each round adds a token
     assert statistics.accepted_at <= statistics.tried_at
     if drafts == name:
-        assert statistics.accepted_per_step > 0.3  # the drafts are of use
+        assert statistics.accepted_per_step > 0.3  # the drafts are useful
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])
-def test_drafts_by_the_same_weights_are_accepted(name):
+def test_drafts_from_the_same_weights_are_always_accepted(name):
     model = make(name)
     _, statistics = speculative_generate(model, PROMPTS, 30, draft=copy.deepcopy(model), draft_len=3, temperature=0)
-    # 1 token of the prefill, 4 in each of 7 rounds, 1
+    # 1 token from the prefill, 4 in each of 7 rounds, then 1
     assert statistics.accepted_at == statistics.tried_at and statistics.rounds == 3 * 8
     assert statistics.drafted == statistics.accepted_at.total() < 3 * statistics.rounds  # the last drafts are shorter
 
@@ -70,7 +70,7 @@ def test_drafts_by_the_same_weights_are_accepted(name):
 # ---- the distribution, by enumeration ----
 
 class Choices:
-    """Replays scripted random decisions, then takes first options. Records the options and the probability."""
+    """Replays scripted random choices, then takes first options. Records options, probability."""
 
     def __init__(self, script, row):
         self.script, self.row, self.options, self.probability = script, row, [], 1.0
@@ -86,12 +86,12 @@ class Choices:
 
     def draw(self, probs, noise):
         shares = (probs.double() / probs.double().sum(-1, keepdim=True)).tolist()
-        others = [row.index(max(row)) for row in shares]  # the other rows' choices are theirs to make
+        others = [row.index(max(row)) for row in shares]  # other rows take their likeliest token
         others[self.row] = self.choose(shares[self.row])
         return torch.tensor(others)
 
     def accepts(self, p, q, uniform):
-        decided, going = torch.zeros_like(p, dtype=torch.bool), True  # the other rows refuse: they fall behind
+        decided, going = torch.zeros_like(p, dtype=torch.bool), True  # other rows reject, and fall behind
         for i, (a, b) in enumerate(zip(p[self.row].double().tolist(), q[self.row].double().tolist())):
             if going:
                 share = min(1.0, a / b)
@@ -101,7 +101,7 @@ class Choices:
 
 
 def distribution_of(generate_row, row, monkeypatch):
-    """Return {text: probability} of a row over all outcomes of its random decisions."""
+    """Return {text: probability} of a row by enumerating its random choices."""
     distribution, script = Counter(), []
     while script is not None:
         choices = Choices(script, row)
@@ -116,7 +116,7 @@ def distribution_of(generate_row, row, monkeypatch):
 
 
 def plain_distribution(model, prompt, n, **filters):
-    """Return the same by full forward passes, token by token."""
+    """Return {text: probability} from full forward passes, token by token."""
     distribution = Counter()
     for text in itertools.product(range(model.config.n_ids), repeat=n):
         probability = 1.0
@@ -141,11 +141,11 @@ FILTERS = [dict(), dict(temperature=0.7), dict(top_k=2), dict(top_p=0.8), dict(m
     ('nextlat', None, 3, 3, dict(temperature=0.7, top_k=2, top_p=0.9, min_p=0.6)),
     pytest.param('standard', 'sps', 3, 2, {}, marks=pytest.mark.long)], ids=str)  # the last one takes minutes
 def test_every_text_has_the_probability_of_plain_sampling(name, drafts, n_ids, draft_len, filters, monkeypatch):
-    """The prefill gives the first token, a round drafts one or more, and one follows them."""
+    """The prefill gives the first token, a round drafts some, and one more follows."""
     values = dict(TINY, spread=0.4, n_ids=n_ids)
     model, draft = make(name, **values), drafts and make(drafts, seed=1, **values)
     prompts, row, n = [[1, 0, 1], [1], [0, 0]], 1, 4 if draft_len == 'auto' else draft_len + 2
-    monkeypatch.setattr(speculative, 'AUTO_CONFIDENCE', 0.745)  # some drafts of `auto` end early, some do not
+    monkeypatch.setattr(speculative, 'AUTO_CONFIDENCE', 0.745)  # ends some drafts of `auto` early
 
     def one():
         return speculative_generate(model, prompts, n, draft=draft, draft_len=draft_len, **filters)[0][row]
@@ -157,8 +157,8 @@ def test_every_text_has_the_probability_of_plain_sampling(name, drafts, n_ids, d
 
 @pytest.mark.slow
 @pytest.mark.parametrize('draft_len', [None, 2])
-def test_drawn_texts_follow_the_distribution(draft_len, device):
-    """A seeded draw of 200,000 texts, with the random numbers that users get."""
+def test_sampled_texts_follow_the_distribution(draft_len, device):
+    """Chi-squared test on 200,000 texts, sampled with the real random numbers."""
     model = make('nextlat', spread=0.4, **TINY)
     rows, n = 200_000, 4
     with torch.inference_mode():
@@ -180,8 +180,8 @@ def test_drawn_texts_follow_the_distribution(draft_len, device):
 @pytest.mark.parametrize('confidences, want', [
     ([[1.0] * 8], 8), ([[0.7] * 8], 4), ([[0.2] + [1.0] * 7], 1), ([[1.0] * 8, [0.1] * 8], 8),
     ([[0.4] * 8, [0.6] * 8], 3)])
-def test_auto_stops_where_the_product_of_confidences_is_small(confidences, want):
-    """The product's mean over the rows that are live: here all but the last."""
+def test_auto_stops_when_the_product_of_confidences_is_small(confidences, want):
+    """The product is averaged over live rows: here all but the last."""
     rows = torch.tensor([*confidences, [0.0] * 8])
     drafted = []
     decoder = SimpleNamespace(confidences=rows, draft=drafted.append)
@@ -190,8 +190,8 @@ def test_auto_stops_where_the_product_of_confidences_is_small(confidences, want)
     assert draft_tokens(decoder, 8, live, 0) == 8
 
 
-def test_auto_drafts_at_most_16_tokens_and_few_where_the_draft_is_unsure():
-    """The confidence is taken before the filters: after them, a greedy draft would always have probability 1."""
+def test_auto_drafts_at_most_16_tokens_and_few_when_the_draft_is_unsure():
+    """Confidence is measured before filters: after them, greedy drafts have probability 1."""
     certain, unsure = make('standard', spread=1.5), make('standard', seed=5, spread=0.01)
     _, statistics = speculative_generate(certain, PROMPTS, 60, draft=certain, temperature=0)
     assert 4 < len(statistics.tried_at) <= 16
@@ -220,7 +220,7 @@ def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_table_of_draft_lengths_by_two_processes_and_by_one(runs, tiny_data, tmp_path):
+def test_two_processes_give_the_same_table_as_one(runs, tiny_data, tmp_path):
     small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto', f'--out={tmp_path}/out']
     command, several = ['-m', 'analysis.speculative', runs / 'nextlat'], f'--data={tiny_data},{tiny_data}'
     both = []
@@ -241,14 +241,14 @@ def test_table_of_draft_lengths_by_two_processes_and_by_one(runs, tiny_data, tmp
 
 
 @pytest.mark.slow
-def test_prompts_are_the_beginnings_of_documents(runs, tiny_data):
+def test_prompts_are_document_beginnings(runs, tiny_data):
     ids = open_data(str(tiny_data)).tokens('val', 0, 2000).tolist()
     starts = [0, *(i + 1 for i, token in enumerate(ids) if token == 256)]
     prompts = read_prompts(read_run(runs / 'nextlat'), str(tiny_data), Settings(None, None, None, '1', 3, 9, 9))
     assert prompts == [ids[i:i + 9] for i in starts if 256 not in ids[i:i + 9]][:3]
 
 
-def test_each_text_has_its_best_fixed_length_and_auto():
+def test_the_summary_has_the_best_fixed_length_and_auto():
     row_of = lambda *values: dict(zip(('draft_len', 'speedup', 'accepted'), values))
     wiki = [row_of(1, 1.6, 0.9), row_of(2, 1.5, 1.2), row_of(3, 1.25, 1.4), row_of('auto', 1.75, 2.0)]
     tables = {('out/a', 'x/wiki'): wiki, ('out/a', 'x/code'): [row_of(1, 1.25, 1.0)]}
@@ -269,18 +269,18 @@ def test_sampling_with_drafts(runs, options):
 @pytest.mark.parametrize('name, option, part', [
     ('nextlat', '--draft_len=long', "draft_len is 'long': expected"), ('ntp', '--draft_len=2', 'cannot draft for'),
     ('nextlat', '--draft=none', 'is not a run folder')])
-def test_bad_input_is_a_sentence(runs, name, option, part):
+def test_bad_input_gives_a_clear_error(runs, name, option, part):
     assert_sentence(run('sample.py', runs / name, 'ab', '--max_new_tokens=5', option), part)
 
 
-def test_draft_lengths_that_a_model_cannot_draft():
+def test_unsupported_draft_lengths_give_a_clear_error():
     assert draft_lengths('2,5,auto', make('nextlat'), None) == [2, 5, 'auto']
     assert draft_lengths('2,5,auto', make('mtp'), None) == [2, 'auto']  # it drafts 2 tokens
-    for text, part in (('3,4', 'this model drafts up to 2 tokens'), ('1,,2', "''.*a number of tokens from 1 to 1000")):
+    for text, part in (('3,4', 'this model drafts up to 2 tokens'), ('1,,2', "''.*'auto' or 1 to 1000")):
         with pytest.raises(ValueError, match=part):
             draft_lengths(text, make('mtp'), None)
-    for options, part in ((dict(draft_len=3), 'draft_len is 3: this model drafts up to 2 tokens'),
-                          (dict(draft_len=0), "draft_len is 0: expected 'auto' or a number"),
-                          (dict(draft=make('standard', **TINY)), 'the draft model has 4 rows of vocabulary')):
+    for options, part in ((dict(draft_len=3), 'draft_len is 3: this model can draft at most 2 tokens'),
+                          (dict(draft_len=0), "draft_len is 0: expected 'auto' or 1"),
+                          (dict(draft=make('standard', **TINY)), 'the draft model has vocab_size 4')):
         with pytest.raises(ValueError, match=part):
             speculative_generate(make('mtp'), PROMPTS, 5, **options)

@@ -1,10 +1,10 @@
-"""The SPS family against its definition: the interleaved sequence of eq. 3 with a mask built pair by pair."""
+"""The SPS family against its definition: the interleaved sequence of eq. 3, dense mask."""
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import attended
+from conftest import rotary_attention
 from test_models import from_config_file, small_model, some_tokens
 
 import model_sps
@@ -18,14 +18,14 @@ PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps
 def make(name='sps', **values):
     torch.manual_seed(0)
     model = small_model(name, values).eval()
-    for p in model.parameters():  # larger than at the start of training, so that attention is far from uniform
+    for p in model.parameters():  # larger than initial weights, so that attention is far from uniform
         if p.dim() >= 2:
             torch.nn.init.normal_(p, std=0.15)
     return model
 
 
 def layouts():
-    """Rows with ends of documents, two of them in a row; without any; and with one at the very start."""
+    """Return rows with eos (also twice in succession), without eos, and with eos first."""
     idx = some_tokens(4, 22)
     idx[1].clamp_(max=EOS - 1)
     idx[3, 0] = EOS
@@ -33,8 +33,7 @@ def layouts():
 
 
 def sees(config, query, key, document):
-    """Whether a query (step, stream) sees a key (step, stream): the paper's section 3 and 4, in words. document: of
-    each step."""
+    """Return whether a query (step, stream) sees a key, by sections 3 and 4 of the paper."""
     (i, asks), (k, read) = query, key
     if k > i or document[k] != document[i]:
         return False
@@ -47,16 +46,16 @@ def sees(config, query, key, document):
 
 
 def pairwise_mask(config, row):
-    """(2T, 2T) over x_0, rho_0, x_1, rho_1, ..."""
+    """Return the mask (2T, 2T) over x_0, rho_0, x_1, rho_1, ..."""
     document = [int((row[:i] == EOS).sum()) if config.eos_id else 0 for i in range(len(row))]
     steps = [(i, stream) for i in range(len(row)) for stream in ('x', 'rho')]
     return torch.tensor([[sees(config, q, k, document) for k in steps] for q in steps])
 
 
 def interleaved_logits(model, idx):
-    """Appendix A on the sequence of eq. 3, all layers in full, in the dtype of the weights. idx (B, T) -> (B, T, V).
+    """Appendix A on the interleaved sequence of eq. 3, with all layers. idx (B, T) -> (B, T, V).
 
-    Below the layers that predict_layers names, rho is not seen and stays what it is.
+    Below the top predict_layers layers, rho is neither seen nor changed.
     """
     c, B, T = model.config, *idx.shape
     x = model.embed.weight[idx]
@@ -73,7 +72,7 @@ def interleaved_logits(model, idx):
             h = torch.stack([h[:, 0::2], h[:, 0::2] + model.embed.weight[c.n_ids]], 2).flatten(1, 2)
         seen, start = masks & ~(is_rho & below), h
         qkv = (norm(h, block.attn_norm) @ block.qkv.weight.T).unflatten(-1, (3, c.n_head, -1))
-        h = h + attended(qkv, position, seen, c.rope_theta) @ block.attn_out.weight.T
+        h = h + rotary_attention(qkv, position, seen, c.rope_theta) @ block.attn_out.weight.T
         gate, up = (norm(h, block.ffn_norm) @ block.gate_up.weight.T).chunk(2, -1)
         h = h + (F.silu(gate) * up) @ block.ffn_out.weight.T
         h = torch.where((is_rho & below)[:, None], start, h)
@@ -92,7 +91,7 @@ BEYOND = [dict(), dict(predict_input='token', predict_layers=2), dict(persistent
 @pytest.mark.parametrize('beyond', BEYOND, ids=lambda b: '-'.join(b) or 'paper')
 @pytest.mark.parametrize('documents', [True, False])
 @pytest.mark.parametrize('method, window', PATTERNS)
-def test_logits_and_gradients_equal_a_mask_built_pair_by_pair(method, window, documents, beyond):
+def test_logits_and_gradients_equal_the_interleaved_definition(method, window, documents, beyond):
     model, idx = make(method=method, window=window, eos_id=EOS if documents else None, **beyond), layouts()
     exact = copy.deepcopy(model).double()
     logits, want = model.logits(idx), interleaved_logits(exact, idx)
@@ -115,7 +114,7 @@ def test_every_method_has_exactly_the_parameters_of_standard(scale):
     assert all(model.config.method in path for path, model in models.items() if path != paths[0])
 
 
-def test_cache_is_the_size_of_standards_and_a_ring():
+def test_the_cache_is_standards_plus_a_ring():
     sizes = {}
     for name, module, values in (('standard', model_standard, {}), ('sps', model_sps, dict(window=64)),
                                  ('two_x_memory', model_sps, dict(method='two_x_memory', window=None))):

@@ -1,5 +1,4 @@
-"""Synthetic tasks: an independent solver reads each row's text and finds the targets that count; rows are the same
-however they are read, and scores count exactly."""
+"""Synthetic tasks: rows against independent solvers, reproducible batches, and exact scores."""
 import json
 import re
 from collections import Counter
@@ -27,11 +26,11 @@ TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8
 
 
 def words_of(d, ids):
-    """The symbols of ids; the end of a document is a dot."""
+    """Return the symbols of ids; a dot for the end of a document."""
     return [[*d.task.symbols, '.'][i] for i in ids]
 
 
-# ---- solvers: {position: target} of a row's tokens, read from the text alone ----
+# ---- solvers: return {position: target} from the symbols of a row ----
 
 def chase(tokens, task=None):
     """Follow the tables backwards from the key of each query."""
@@ -54,7 +53,7 @@ def chase(tokens, task=None):
 
 
 def find_path(tokens, task):
-    """Go back from the goal to the start. The graph must be a star."""
+    """Walk back from the goal to the start. Checks that the graph is a star."""
     edges, question = ' '.join(tokens[:tokens.index('=')]).split(' / ')
     edges, (start, goal) = [edge.split() for edge in edges.split(' | ')], question.split()
     before, path = {b: a for a, b in edges}, [goal]
@@ -66,7 +65,7 @@ def find_path(tokens, task):
 
 
 def recall(tokens, task=None):
-    """Read pairs and queries from left to right. All pairs are asked for, once each."""
+    """Read pairs and queries from left to right. Each pair is queried once."""
     value_of, found = {}, {}
     for t, token in enumerate(tokens):
         if token[0] == 'k' and tokens[t - 1] == 'Q':
@@ -78,17 +77,17 @@ def recall(tokens, task=None):
     return found
 
 
-def rearranged(arrangement, element):
-    """What an element, as digits, makes of an arrangement, as digits."""
+def permute(arrangement, element):
+    """Apply a permutation to an arrangement, both written as digits."""
     return ''.join(arrangement[int(digit) - 1] for digit in element)
 
 
 def multiply(tokens, task=None):
-    return dict(enumerate(accumulate(tokens[:-1], rearranged)))
+    return dict(enumerate(accumulate(tokens[:-1], permute)))
 
 
 def ways(numbers, equations=()):
-    """Each number that can be made of numbers, with the words of the equations, in the order of depth-first search."""
+    """Yield reachable numbers and the symbols of their equations, in depth-first order."""
     if len(numbers) == 1:
         yield numbers[0], [word for equation in equations for word in map(str, equation)]
     for i, j in combinations(range(len(numbers)), 2):
@@ -107,11 +106,11 @@ def count_down(tokens, task):
     return dict(enumerate(next(words for n, words in ways(numbers) if n == target), len(tokens) - 16))
 
 
-CITY = [[1, 'N', 2], [2, 'E', 3], [3, 'S', 1], [2, 'S', 1], [3, 'NE', 40]]  # a ring of 1 2 3, and a dead end
+CITY = [[1, 'N', 2], [2, 'E', 3], [3, 'S', 1], [2, 'S', 1], [3, 'NE', 40]]  # a ring 1 2 3, and a dead end
 
 
 def streets_of(task):
-    """{(node, direction): neighbour} of the city, or of the grid of one-way streets from its description."""
+    """Return {(node, direction): neighbour} of the city, or of the grid of one-way streets."""
     if task.edges:
         return {(str(a), turn): str(b) for a, turn, b in CITY}
     steps, n = {'E': (1, 0), 'W': (-1, 0), 'N': (0, 1), 'S': (0, -1)}, task.grid
@@ -120,7 +119,7 @@ def streets_of(task):
 
 
 def walk(tokens, task):
-    """Walk through the streets. Turns and ends are targets; each walk but the last, cut one is at its destination."""
+    """Follow the streets. Turns and ends are targets; complete walks must reach their goal."""
     streets, found, at, start = streets_of(task), {}, None, 0
     for t, token in enumerate(tokens):
         if t == start:
@@ -153,7 +152,7 @@ def city(tmp_path, monkeypatch):
     'recall:pairs=1,distances=3,length=5,keys=1,values=1,fillers=1',
     'recall:pairs=6,distances=3-5-100,length=140,values=2', 'a5:length=1', 'a5', 'a5:length=36', 'countdown',
     'countdown:val_targets=seen,pauses=3', GRID, 'manhattan:edges=city.json,steps=12,window=60'])
-def test_the_targets_that_count_are_what_a_solver_finds(name, city):
+def test_counted_targets_equal_those_of_an_independent_solver(name, city):
     d = open_data(name)
     for idx, targets in (d.train_batch(3, 100, d.T, seed=1), d.val_batch(range(100), d.T)):
         assert idx.shape == targets.shape == (100, d.T)
@@ -180,13 +179,13 @@ def test_the_papers_worked_example_is_reproduced_token_by_token():
     assert [open_data(f'pointer_chasing:hops={H}').T for H in (10, 20)] == [338, 658]
 
 
-# ---- what a model cannot know from the place alone ----
+# ---- randomness: position alone must not give the answer ----
 
 def test_rows_are_random_where_the_papers_draw_at_random():
     d = open_data('pointer_chasing')
     idx, targets = d.train_batch(0, 40, d.T, seed=1)
     keys = idx[:, 2::6 * d.task.keys + 2]
-    assert (keys == keys[0]).all() and len(set(targets[:, -1].tolist())) > 5  # keys in a fixed order, not their answers
+    assert (keys == keys[0]).all() and len(set(targets[:, -1].tolist())) > 5  # keys have a fixed order, answers do not
     d = open_data('path_star:degree=2,length=5,nodes=20')
     rows = [words_of(d, row) for row in d.rows('train', range(1000), 0)]
     on_path = [row[1] in row[row.index('='):] for row in rows]
@@ -195,7 +194,7 @@ def test_rows_are_random_where_the_papers_draw_at_random():
     idx, targets = d.train_batch(0, 1000, d.T, seed=1)
     asked = d.task.asked_distance(idx)
     assert torch.equal(asked > 0, targets >= 0) and {*(targets >= 0).any(0).nonzero().flatten().tolist()} == {
-        *range(8, d.T)}  # a query may stand wherever its distance leaves room
+        *range(8, d.T)}  # queries occur wherever their distance allows
     for ids, far in zip(idx.tolist(), asked.tolist()):
         assert all(ids[t] == ids[t - n] and ids.index(ids[t]) == t - n for t, n in enumerate(far) if n)
         assert Counter(filter(None, far)) == {8: 2, 16: 2, 32: 2, 64: 2}
@@ -203,7 +202,7 @@ def test_rows_are_random_where_the_papers_draw_at_random():
     assert len(d.train_batch(0, 1000, 12, seed=1)[0][:, 0].unique()) == 60
     d = open_data(GRID)
     text = ' '.join(word for row in d.rows('train', range(1000), 0) for word in [*words_of(d, row), '|'])
-    assert len({*re.findall(r'(\S+ \S+) [NESW]+ ', text)}) > 500  # pairs of a start and a goal
+    assert len({*re.findall(r'(\S+ \S+) [NESW]+ ', text)}) > 500  # (start, goal) pairs
     assert {len(walk.split()) - 2 for part in text.split('|') for walk in part.split('.')[:-1]} == {*range(1, 21)}
 
 
@@ -211,11 +210,11 @@ def test_a5_is_the_60_even_permutations():
     symbols = open_data('a5').task.symbols
     assert len(set(symbols)) == 60 and all(sorted(element) == list('12345') for element in symbols)
     assert all(np.linalg.det(np.eye(5)[[int(digit) - 1 for digit in element]]) > 0 for element in symbols)
-    assert rearranged('23145', '13425') == '21435'  # the docstring's
+    assert permute('23145', '13425') == '21435'  # the example in data/a5.py
 
 
 @pytest.mark.parametrize('kind', ['unseen', 'seen'])
-def test_countdown_targets_of_held_out_rows_are_not_in_training_unless_asked_for(kind):
+def test_countdown_validation_targets_are_unseen_by_default(kind):
     d = open_data(f'countdown:val_targets={kind}')
     train, val = ({*d.rows(split, range(500), 0)[:, 4].tolist()} for split in ('train', 'val'))
     assert len(train) == 82 and (val == train if kind == 'seen' else val.isdisjoint(train) and len(val) == 9)
@@ -224,7 +223,7 @@ def test_countdown_targets_of_held_out_rows_are_not_in_training_unless_asked_for
 # ---- rows ----
 
 @pytest.mark.parametrize('name', ['', CHASE, STAR, 'recall', 'a5', 'countdown', GRID])
-def test_a_batch_depends_on_seed_and_step_only_and_an_example_ends_before_an_answer(name, tiny_data):
+def test_batches_depend_only_on_seed_and_step_and_examples_end_before_an_answer(name, tiny_data):
     d = open_data(name or tiny_data)
     T = getattr(d, 'T', 32)
     idx, targets = d.train_batch(7, 8, T, seed=1)
@@ -233,7 +232,7 @@ def test_a_batch_depends_on_seed_and_step_only_and_an_example_ends_before_an_ans
     assert not any(torch.equal(d.train_batch(step, 8, T, seed)[0], idx) for step, seed in ((7, 2), (8, 1)))
     if name:
         assert not {*map(tuple, d.train_batch(0, 50, T, 0)[0].tolist())} & {
-            *map(tuple, d.val_batch(range(50), T)[0].tolist())} or name == STAR  # it has few graphs
+            *map(tuple, d.val_batch(range(50), T)[0].tolist())} or name == STAR  # few graphs exist
         prompt, n = d.example(T, 100)
         start, answer = len(prompt) - 1, d.val_batch([0], T)[1][0].tolist()
         assert n >= 1 and min(answer[start:start + n]) >= 0 and (start + n == T or answer[start + n] < 0)
@@ -242,7 +241,7 @@ def test_a_batch_depends_on_seed_and_step_only_and_an_example_ends_before_an_ans
             d.n_windows('val', T + 1)
 
 
-def test_fresh_rows_never_repeat_and_a_fixed_training_set_is_read_once_an_epoch_in_an_order_of_the_seed():
+def test_fresh_rows_never_repeat_and_fixed_rows_are_shuffled_each_epoch():
     d = open_data(CHASE)
     rows = torch.cat([d.train_batch(step, 50, d.T, seed)[0] for seed in (0, 1) for step in (0, 1)])
     assert len({*map(tuple, rows.tolist())}) == 200
@@ -263,9 +262,9 @@ def test_symbols_round_trip_with_or_without_blanks():
         assert tokenizer.encode(tokenizer.decode(range(tokenizer.n_ids)).decode()) == list(range(len(task.symbols)))
 
 
-def test_the_checksum_knows_options_and_rows(monkeypatch):
+def test_the_checksum_covers_options_and_rows(monkeypatch):
     d = open_data(CHASE)
-    assert d.sha256 == open_data(CHASE + ',val_rows=1000').sha256  # the default, spelled out
+    assert d.sha256 == open_data(CHASE + ',val_rows=1000').sha256  # the default
     fewer = open_data(CHASE + ',val_rows=999')
     assert d.sha256 != fewer.sha256 and d.tokenizer == fewer.tokenizer
     before, encode = d.sha256, type(d.task).encode
@@ -283,29 +282,29 @@ def test_a_row_is_printed_with_its_targets(capsys):
 @pytest.mark.parametrize('name, sentence', [
     ('pointer_chasing:hopps=2', 'has no hopps'),
     ('pointer_chasing:hops=two', "hops is 'two' in data 'pointer_chasing:hops=two': expected int"),
-    ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 has 21 different nodes'),
-    ('recall:distances=8-x', "distances is '8-x': expected whole numbers of at least 3 joined by -"),
-    ('recall:length=50', 'length is 50: 8 pairs and their queries at 8-16-32-64 tokens do not fit'),
+    ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
+    ('recall:distances=8-x', "distances is '8-x': expected integers of at least 3 joined by -"),
+    ('recall:length=50', 'length is 50: 8 pairs with queries at distances 8-16-32-64 do not fit'),
     ('', 'data is empty: expected a .txt file'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)')])
-def test_bad_options_are_sentences(name, sentence):
+def test_bad_options_give_a_clear_error(name, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         open_data(name)
 
 
 @pytest.mark.parametrize('text', [None, '[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}',
                                   '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}'])
-def test_a_file_that_is_no_city_is_a_sentence(text, tmp_path):
+def test_a_malformed_city_file_gives_a_clear_error(text, tmp_path):
     if text is not None:
         (tmp_path / 'city.json').write_text(text)
-    with pytest.raises(UserError, match='city.json is no city'):
+    with pytest.raises(UserError, match='city.json is not a city'):
         open_data(f'manhattan:edges={tmp_path}/city.json')
 
 
 # ---- scores ----
 
 class Oracle:
-    """Knows the held-out rows, and is wrong where it is told to be."""
+    """Model that predicts the held-out rows, except where it should be wrong."""
 
     def __init__(self, d, wrong):
         rows = torch.from_numpy(d.rows('val', range(d.task.val_rows), 0))
@@ -328,7 +327,7 @@ class Oracle:
 def test_scores_count_levels_whole_paths_and_distances(name, perfect, errors, want):
     d = open_data(f'{name},val_rows=20')
     idx, targets = d.val_batch(range(20), d.T)
-    wrong = targets < 0  # what does not count
+    wrong = targets < 0  # targets that are not counted
     assert d.score(Oracle(d, wrong), 'cpu', batch_size=7) == perfect
     for rows, place in errors:
         if name == 'recall:':  # one of the two queries at that distance
@@ -337,7 +336,7 @@ def test_scores_count_levels_whole_paths_and_distances(name, perfect, errors, wa
     assert d.score(Oracle(d, wrong), 'cpu', batch_size=20) == pytest.approx(perfect | want)
 
 
-def test_a5_scores_count_each_position_by_the_transformer_and_by_p_psi_after_the_first_element():
+def test_a5_scores_each_position_for_the_transformer_and_for_p_psi():
     d = open_data('a5:length=7,val_rows=5')
     torch.manual_seed(0)
     model = runs.model_file('nextlat').Model(runs.make_config('nextlat', dict(
@@ -359,13 +358,13 @@ PROMPT = '14 83 88 91 23 | | | | | | | |'
 
 
 @pytest.mark.parametrize('answer, marks', [
-    ('83-14=69 91-88=3 69/3=23', (1, 1, 1, 1)),  # the paper's
+    ('83-14=69 91-88=3 69/3=23', (1, 1, 1, 1)),  # the example in the paper
     ('83-14=69 91-88=3 69/3=22', (0, 1, 1, 0)),  # a wrong result
-    ('83-14=69 91-88=3 69-3=66', (0, 1, 1, 1)),  # another target
-    ('14-83=69 91-88=3 69/3=23', (0, 0, 1, 1)),  # below 0
-    ('83-14=69 83-14=69 69/3=23', (0, 1, 1, 1)),  # a number taken twice
-    ('83-14=69 91-88=3 46/2=23', (0, 1, 1, 1)),  # numbers that are not there
-    ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # leaves 1 over
+    ('83-14=69 91-88=3 69-3=66', (0, 1, 1, 1)),  # not the target
+    ('14-83=69 91-88=3 69/3=23', (0, 0, 1, 1)),  # a negative result
+    ('83-14=69 83-14=69 69/3=23', (0, 1, 1, 1)),  # a number used twice
+    ('83-14=69 91-88=3 46/2=23', (0, 1, 1, 1)),  # numbers that are not available
+    ('83-14=69 91-88=3 70/3=23', (0, 1, 1, 0)),  # not divisible
     ('83-14=69 91-88=3 69/3|23', (0, 1, 1, 0)),
     ('83=14=69 91-88=3 69/3=23', (0, 0, 1, 1))])
 def test_countdown_marks_a_solution_and_each_equation(answer, marks):
@@ -373,7 +372,7 @@ def test_countdown_marks_a_solution_and_each_equation(answer, marks):
     assert task.marks(tokenizer.encode(PROMPT), tokenizer.encode(answer)) == marks
 
 
-def test_the_countdown_score_is_that_of_greedy_decoding(monkeypatch):
+def test_the_countdown_score_uses_greedy_decoding(monkeypatch):
     d = open_data('countdown:val_rows=10')
     rows = d.rows('val', range(10), 0).tolist()
 
@@ -387,7 +386,7 @@ def test_the_countdown_score_is_that_of_greedy_decoding(monkeypatch):
 
 
 class Guide:
-    """Knows a city: leads along a shortest way, or to a goal in `lost` by the first turn of all, there or not."""
+    """Model that follows shortest paths; to goals in `lost` it always predicts the first turn."""
 
     def __init__(self, d, lost=()):
         self.task, self.lost, self.n_ids = d.task, lost, d.n_ids
@@ -417,7 +416,7 @@ class Guide:
         return task.end if node == goal else min(task.exits[node], key=lambda exit: self.distance[goal, exit[1]])[0]
 
 
-def test_the_manhattan_scores_are_1_for_one_who_knows_the_way_and_fall_with_each_wrong_one():
+def test_manhattan_scores_are_1_for_a_perfect_guide_and_fall_with_each_failure():
     d = open_data('manhattan:grid=6,steps=30,window=64,val_rows=8,max_distance=9')
     pairs = d.task.held_out_pairs
     assert len(pairs) == len(set(pairs)) > 5 and all(d.task.is_held_out[pair] for pair in pairs)
@@ -433,7 +432,7 @@ def test_the_manhattan_scores_are_1_for_one_who_knows_the_way_and_fall_with_each
 @pytest.mark.parametrize('way, is_valid', [('N E NE .', True), ('N E S N E NE .', True), ('N E NE', False),
                                            ('N E .', False), ('. N E NE .', False), ('N N E NE .', False),
                                            ('E NE .', False), ('N E 40 .', False), ('N E NE S .', False)])
-def test_a_way_is_valid_if_it_keeps_to_the_streets_and_ends_at_its_goal(way, is_valid, city):
+def test_a_walk_is_valid_if_it_follows_streets_and_ends_at_its_goal(way, is_valid, city):
     task = open_data('manhattan:edges=city.json,steps=12,window=60').task
     ids = [[*task.symbols, '.'].index(word) for word in way.split()]
     assert task.is_valid(task.nodes.index('1'), task.nodes.index('40'), ids) is is_valid
@@ -442,7 +441,7 @@ def test_a_way_is_valid_if_it_keeps_to_the_streets_and_ends_at_its_goal(way, is_
 # ---- with the scripts ----
 
 @pytest.mark.slow
-def test_scores_are_logged_and_eval_and_sample_know_the_task(tmp_path):
+def test_scores_are_logged_and_eval_and_sample_support_tasks(tmp_path):
     out = tmp_path / 'chase'
     result = succeeded(run(*TRAIN, f'--data={CHASE},val_rows=50', '--block_size=52', f'--max_tokens={8 * 8 * 52}',
                            f'--out_dir={out}'))
@@ -455,4 +454,4 @@ def test_scores_are_logged_and_eval_and_sample_know_the_task(tmp_path):
     sampled = run('sample.py', out, 'v3 = A v0 = B v8 = C || Q A', '--max_new_tokens=1', '--dtype=float32')
     assert sampled.returncode == 0 and sampled.stdout.startswith('v3 = A v0 = B v8 = C || Q A '), sampled.stderr
     assert_sentence(run('sample.py', out, 'v3 = Z', '--max_new_tokens=1'),
-                    "'Z' is no symbol of pointer_chasing:hops=2,keys=3,values=10")
+                    "unknown symbol 'Z' in pointer_chasing:hops=2,keys=3,values=10")

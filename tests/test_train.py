@@ -1,5 +1,4 @@
-"""Training: the same losses however it is cut up, nothing lost however it is stopped, a sentence for whatever is
-wrong."""
+"""Training: reproducible losses, interruptions, resuming, dry runs, and clear errors."""
 import importlib.util
 import json
 import random
@@ -16,21 +15,21 @@ from conftest import (
     config_json,
     losses,
     run,
-    run_apart,
-    started,
+    run_subprocess,
+    start_training,
     succeeded,
     train_tiny,
 )
 
 import train
 from common import checkpoint, machine, run_settings, runs
-from common.memory import LiveBytes, bytes_by_rows
+from common.memory import LiveBytes, activation_bytes
 from common.validation import counted
 from data import open_data
 
 
 @pytest.mark.slow
-def test_a_run_learns_and_leaves_its_records(tiny_run):
+def test_a_run_learns_and_writes_its_files(tiny_run):
     log = runs.read_log(tiny_run)
     assert [r['step'] for r in log] == list(range(1, 21))
     assert log[-1]['loss'] < log[0]['loss'] - 1
@@ -47,7 +46,7 @@ def test_a_run_learns_and_leaves_its_records(tiny_run):
 @pytest.mark.parametrize('args', [['--model=sps', '--window=4', '--predict_input=token'],
                                   ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--bptt_len=12'],
                                   ['--model=gdn', '--d_k=8', '--d_v=8', '--chunk_len=12'], ['--optimizer=muon']])
-def test_a_run_of_another_model_or_optimizer_resumes_on_the_same_losses_and_generates(args, tiny_data, tmp_path):
+def test_other_models_and_optimizers_resume_with_the_same_losses_and_generate(args, tiny_data, tmp_path):
     out = tmp_path / 'run'
     succeeded(train_tiny(tiny_data, out, *args))
     want = losses(out)
@@ -62,7 +61,7 @@ def test_a_run_of_another_model_or_optimizer_resumes_on_the_same_losses_and_gene
                                              (['--micro_batch_size=3'], 1),
                                              (['--micro_batch_size=1'], 2), pytest.param([], 2,
                                                                                          marks=pytest.mark.long)])
-def test_losses_do_not_depend_on_processes_and_micro_batches(tiny_data, tiny_run, tmp_path, args, processes):
+def test_losses_do_not_depend_on_processes_or_micro_batches(tiny_data, tiny_run, tmp_path, args, processes):
     succeeded(train_tiny(tiny_data, tmp_path / 'run', *args, processes=processes))
     want, got = losses(tiny_run), losses(tmp_path / 'run')
     assert want.keys() == got.keys()
@@ -70,8 +69,8 @@ def test_losses_do_not_depend_on_processes_and_micro_batches(tiny_data, tiny_run
         assert got[step] == pytest.approx(want[step], rel=1e-4, abs=1e-4), step
 
 
-# Runs train.py in a process that kills itself: 'time' after that many seconds of training, 'write' at that call of the
-# functions that put a checkpoint on the disk.
+# Runs train.py in a process that kills itself: after some seconds of training ('time'), or at the
+# n-th call of a function that writes checkpoints ('write').
 KILLED = '''
 import os, signal, sys, threading
 kind, when = sys.argv.pop(1), float(sys.argv.pop(1))
@@ -107,8 +106,7 @@ train.main()
 @pytest.mark.slow
 @pytest.mark.parametrize('n_kills, steps', [(5, 100), pytest.param(20, 300, marks=pytest.mark.long)])
 def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
-    """kill -9 at random moments, half of them inside the writing of a checkpoint: --resume gives the undisturbed
-    losses, bitwise."""
+    """After kill -9 at random times, half during a save, --resume gives bitwise equal losses."""
     rng, out = random.Random(7), tmp_path / 'killed'
     succeeded(train_tiny(tiny_data, tmp_path / 'whole', steps=steps))
     command = [*TINY, f'--data={tiny_data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}',
@@ -116,7 +114,7 @@ def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
     for i in range(n_kills):
         kind, when = ('time', rng.uniform(0, 0.15)) if i % 2 else ('write', rng.randint(1, 45))
         resume = ['--resume'] if (out / 'config.json').exists() else []
-        killed = run_apart('-c', KILLED, kind, when, *command, *resume)
+        killed = run_subprocess('-c', KILLED, kind, when, *command, *resume)
         assert killed.returncode == -signal.SIGKILL, (i, killed.stdout, killed.stderr)
     succeeded(run('train.py', *command, '--resume'))
     assert losses(out) == losses(tmp_path / 'whole')
@@ -127,8 +125,8 @@ def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
 @pytest.mark.parametrize('sig, processes', [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 1),
                                             (signal.SIGTERM, 2)])
 def test_a_signal_finishes_the_step_saves_and_prints_the_command_that_continues(tiny_data, tmp_path, sig, processes,
-                                                                                signals_of_a_terminal):
-    process = started(tiny_data, tmp_path / 'run', processes=processes)
+                                                                                terminal_signals):
+    process = start_training(tiny_data, tmp_path / 'run', processes=processes)
     process.send_signal(sig)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0 or processes > 1, stderr
@@ -139,7 +137,7 @@ def test_a_signal_finishes_the_step_saves_and_prints_the_command_that_continues(
 
 
 @pytest.mark.slow
-def test_init_from_starts_from_the_weights_and_needs_the_other_folder_no_longer(tiny_data, tiny_run, tmp_path):
+def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_data, tiny_run, tmp_path):
     new = tmp_path / 'new'
     succeeded(train_tiny(tiny_data, new, f'--init_from={tiny_run}', steps=2))
     assert losses(new)[1][0] < losses(tiny_run)[1][0] - 1
@@ -151,27 +149,27 @@ def test_init_from_starts_from_the_weights_and_needs_the_other_folder_no_longer(
     (new / 'config.json').write_text(json.dumps(record))
     succeeded(run('train.py', f'--out_dir={new}', '--resume'))
     for setting in ('--n_embd=32', '--documents=False', '--model=sps'):
-        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'is asked for')
+        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'was given')
     other_data = run('train.py', f'--out_dir={new}', '--resume', '--data=python_docs')
     assert_sentence(other_data, f'is not the data that the run in {new} was trained on')
-    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), 'is the source of the weights')
+    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), '--init_from and --out_dir')
     assert runs.load_run(new)[1]['step'] == 3
     succeeded(train_tiny(tiny_data, tmp_path / 'sps', '--resume=False', '--model=sps', '--window=4', steps=1))
-    for model in ('sps', 'standard'):  # SPS has the tensors of Standard, so nothing else would tell the two apart
+    for model in ('sps', 'standard'):  # SPS and Standard have the same tensors
         args = [f'--init_from={tmp_path / "sps"}'] + ['--model=standard'] * (model == 'standard')
         succeeded(train_tiny(tiny_data, tmp_path / f'from_{model}', *args, steps=1))
         assert config_json(tmp_path / f'from_{model}')['model'] == model
 
 
 @pytest.mark.slow
-def test_a_run_folder_is_never_overwritten_unasked(tiny_data, tiny_run):
+def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     before = {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')}
-    assert_sentence(train_tiny(tiny_data, tiny_run), 'holds a run already', '--resume', '--overwrite')
+    assert_sentence(train_tiny(tiny_data, tiny_run), 'already contains a run', '--resume', '--overwrite')
     succeeded(train_tiny(tiny_data, tiny_run, '--dry_run'))
     longer = run('train.py', '--resume', f'--out_dir={tiny_run}', '--max_tokens=200000')
-    assert_sentence(longer, f'make it longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
+    assert_sentence(longer, f'train longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
     assert_sentence(run('train.py', tiny_run, '--resume'), 'is a run folder', f'--out_dir={tiny_run} --resume')
-    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 is asked for')
+    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 was given')
     assert {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')} == before
 
 
@@ -179,7 +177,7 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, tiny_run):
     (['--lerning_rate=1'], ["unknown setting 'lerning_rate'", "'learning_rate'"]),
     (['--n_head=3'], ['n_embd = 16 and n_head = 3']),
     (['--n_ids=99'], ['n_ids is 99', '257']),
-    (['--block_size=100000'], ['too few for windows of block_size = 100000']),
+    (['--block_size=100000'], ['too few for a window of block_size = 100000']),
     (['--data=/no where'], ['no data at /no where', "python prepare_fineweb.py '--out_dir=/no where' --max_tokens="]),
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),
@@ -187,48 +185,48 @@ def test_a_run_folder_is_never_overwritten_unasked(tiny_data, tiny_run):
     (['--model=nextlat', '--objective=ntp', '--acceptance_prompts=2'], ['cannot draft for itself']),
     pytest.param(['--wandb_project=x'], ['wandb is not installed'], marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
-def test_bad_input_is_a_sentence_and_creates_nothing(tiny_data, tmp_path, args, parts):
+def test_bad_input_gives_a_clear_error_and_creates_nothing(tiny_data, tmp_path, args, parts):
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), *parts)
     assert not (tmp_path / 'out').exists()
 
 
-def test_a_dry_run_says_that_the_warm_up_is_too_long(tiny_data, tmp_path):
+def test_a_dry_run_warns_of_a_warm_up_that_is_too_long(tiny_data, tmp_path):
     printed = train_tiny(tiny_data, tmp_path / 'out', '--dry_run', '--warmup_tokens=3000').stdout
-    for part in ('the warm-up takes 3,000 tokens, and the decay begins, or the run ends, after 2,304', 'parameters',
+    for part in ('the warm-up takes 3,000 tokens, but the decay begins, or the run ends, after 2,304', 'parameters',
                  '20 steps of 4 x 32 = 128 tokens', 'FLOP per token', 'estimated memory'):
         assert part in printed
     assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tiny_data, tmp_path):
+def test_a_non_finite_loss_stops_the_run_before_it_is_saved(tiny_data, tmp_path):
     result = train_tiny(tiny_data, tmp_path / 'out', '--learning_rate=1e15', '--grad_clip=0', '--save_interval=1')
-    assert_sentence(result, 'not finite three steps in a row', 'learning rate', 'last good checkpoint is', 'step_0000')
+    assert_sentence(result, 'in three consecutive steps', 'learning rate', 'last good checkpoint is', 'step_0000')
     runs.load_run(tmp_path / 'out')  # as every checkpoint, it is finite
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_a_sentence_and_keeps_the_checkpoint_before(tiny_data, tiny_run, tmp_path):
+def test_a_full_disk_gives_a_clear_error_and_keeps_the_previous_checkpoint(tiny_data, tiny_run, tmp_path):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     shutil.rmtree(out / 'ckpt/step_00000020')
-    limit = 20_000  # bytes a file may have: fewer than the weights need
-    result = run_apart('train.py', f'--out_dir={out}', '--resume',
+    limit = 20_000  # maximum bytes of a file: less than the weights need
+    result = run_subprocess('train.py', f'--out_dir={out}', '--resume',
                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some space', '--resume')
+    assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some disk space', '--resume')
     assert {p.name for p in (out / 'ckpt').iterdir()} == {'step_00000015', 'step_00000018'}
     succeeded(run('train.py', f'--out_dir={out}', '--resume'))
     assert losses(out) == losses(tiny_run)
 
 
 @pytest.mark.slow
-def test_resume_keeps_the_dtype_that_auto_was_and_changes_what_only_costs_memory(tiny_run):
+def test_resume_keeps_the_dtype_and_allows_changing_memory_settings(tiny_run):
     s, given, record = run_settings.read_settings(train.Settings, [
         f'--out_dir={tiny_run}', '--resume', '--dtype=auto', '--checkpoint_blocks=True', '--micro_batch_size=2'])
     assert s.dtype == record['settings']['dtype'] == 'float32' and s.micro_batch_size == 2
     assert run_settings.model_config(s, given, open_data(s.data), record).checkpoint_blocks
 
 
-def test_schedules():
+def test_learning_rate_schedules():
     s = train.Settings(learning_rate=1.0, warmup_tokens=100, max_tokens=1000)
     wsd = [train.learning_rate(s, t) for t in (10, 100, 500, 900, 950, 1000, 1100)]
     assert wsd == pytest.approx([0.1, 1, 1, 1, 0.55, 0.1, 0.1])
@@ -243,7 +241,7 @@ def test_schedules():
 @pytest.mark.parametrize('name, values', [
     ('standard', {}), ('bst', {'min_k': 1}), ('bst', {'min_k': 2, 'eos_id': None}), ('bst', {'min_k': 2})])
 def test_the_gradient_does_not_depend_on_the_micro_batches(tiny_data, name, values):
-    """A micro-batch with few counted tokens weighs little. BST's loss is a mean over pairs of positions."""
+    """Micro-batches are weighted by counted tokens. BST's loss is a mean over pairs."""
     data = open_data(str(tiny_data))
     c = runs.make_config(name, dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values)
     idx, targets = data.train_batch(3, 4, 32, 1337)
@@ -259,9 +257,9 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(tiny_data, name, valu
 
 
 @pytest.mark.slow
-def test_every_part_of_the_loss_is_logged_with_the_validation_loss_as_eval_finds_it(tiny_data, tmp_path,
+def test_logged_parts_of_the_loss_equal_those_of_eval(tiny_data, tmp_path,
                                                                                                 monkeypatch):
-    args = ['--model=nextlat', '--horizon=2', '--micro_batch_size=20']  # the windows in one batch, here as there
+    args = ['--model=nextlat', '--horizon=2', '--micro_batch_size=20']  # validation in one batch, as below
     monkeypatch.setattr(machine.Machine, 'peak_flops', lambda self: 1e12)
     result = train_tiny(tiny_data, tmp_path, *args, steps=2)
     assert 'nats per token, val_' in result.stdout and ', val_kl ' in result.stdout
@@ -278,7 +276,7 @@ def test_every_part_of_the_loss_is_logged_with_the_validation_loss_as_eval_finds
     assert judged['nats_per_token'] == pytest.approx(last['val'], rel=1e-5)
 
 
-# ---- in one process ----
+# ---- buffers ----
 
 def test_buffers_are_saved_with_the_weights(tmp_path):
     class WithBuffers(torch.nn.Linear):
@@ -293,42 +291,42 @@ def test_buffers_are_saved_with_the_weights(tmp_path):
     assert not torch.equal(other.scratch, model.scratch)
 
 
-# ---- memory, without the data ----
+# ---- memory estimates and dry runs ----
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name, values', [
     ('standard', {}), ('sps', {'checkpoint_blocks': True}), ('context_ready', {'K': 3}), ('nextlat', {'horizon': 2}),
     ('mtp', {'horizon': 2}), ('jtp', {}), ('bst', {'pair_share': 0.5})])
-def test_the_estimated_memory_is_what_the_tensors_of_a_step_take(name, values):
-    """The estimate on meta tensors is the peak of a real step, in which only tiles also keep probabilities."""
+def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values):
+    """The estimate from meta tensors is within 10% of the peak of a real step."""
     T, rows = 64, 40
     c = runs.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
-    fixed, per_row = bytes_by_rows(runs.blank_model(name, c), torch.float32, T)
+    fixed, per_row = activation_bytes(runs.meta_model(name, c), torch.float32, T)
     model, idx = runs.model_file(name).Model(c), torch.randint(0, 257, (rows, T))
-    model(idx, idx)['loss'].backward()  # gradients exist from now on
+    model(idx, idx)['loss'].backward()  # allocates the gradients
     with LiveBytes() as live:
         model(idx, idx)['loss'].backward()
     assert fixed + per_row * rows == pytest.approx(live.peak, rel=0.1)
 
 
-def test_live_bytes_are_those_of_each_storage_while_it_lives():
+def test_live_bytes_count_each_storage_while_it_is_alive():
     with LiveBytes() as live:
         x = torch.zeros(1000)
         view, (values, order) = x.view(10, 100), x.sort()  # 4,000 bytes, none, 4,000 and 8,000
         assert live.live == live.peak == 16_000
         del x, values
-        assert live.live == 12_000 and live.peak == 16_000  # the view keeps x's storage
+        assert live.live == 12_000 and live.peak == 16_000  # the view keeps the storage of x
         del view, order
     assert live.live == 0
 
 
 @pytest.mark.slow
-def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits(tmp_path):
+def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(tmp_path):
     args = [*TINY, f'--data={tmp_path / "gone"}', f'--out_dir={tmp_path / "out"}', '--max_tokens=1e6', '--dry_run']
     result = succeeded(run('train.py', *args, '--memory=4'))
-    assert 'assumed a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
+    assert 'assuming a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
     assert f'python prepare_fineweb.py --out_dir={tmp_path / "gone"} --max_tokens=1.05e06' in result.stdout
-    assert 'largest micro_batch_size that fits is 4' in result.stdout  # batch_size
+    assert 'largest micro_batch_size that fits is 4' in result.stdout  # the batch_size
     small = run('train.py', *args, '--memory=0.0001', '--assumed_ids=300').stdout
     assert 'a step does not fit 0.0001 GiB; no micro_batch_size fits' in small and 'vocabulary of 300 ids' in small
     assert list(tmp_path.iterdir()) == []
@@ -337,13 +335,13 @@ def test_a_dry_run_without_the_data_says_what_it_assumes_and_whether_a_step_fits
 @pytest.mark.long
 @pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
 @pytest.mark.parametrize('method', ['standard', 'sps', 'sps/two_x_memory', 'sps/delayed_state', 'sps/reverse_sps'])
-def test_a_step_of_every_sps_config_fits_80_gib_by_the_estimate(method, scale):
+def test_every_sps_config_is_estimated_to_fit_80_gib(method, scale):
     result = run('train.py', f'config/{method}_{scale}.py', '--dry_run', '--memory=80')
     assert 'a step fits 80 GiB' in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_how_a_configs_own_data_are_made_and_has_the_papers_size():
+def test_a_dry_run_prints_the_data_command_and_the_papers_size():
     for config, size in ('gpn/gpn_transformer', '130,763,520'), ('context_ready/owt_d5_c1120', '157,205,440'):
         command = importlib.import_module(f'config.{config.replace("/", ".")}').make_data
         shown = run('train.py', f'config/{config}.py', '--dry_run').stdout
@@ -352,7 +350,7 @@ def test_a_dry_run_says_how_a_configs_own_data_are_made_and_has_the_papers_size(
         assert '--out_dir=data/built/other' in other and command not in other
 
 
-def test_the_command_to_go_on_names_the_folder_and_the_processes_of_a_machine(monkeypatch):
+def test_the_resume_command_has_the_folder_and_the_processes_per_machine(monkeypatch):
     assert run_settings.resume_command(['--init_from=out/A'], 1, 'out/sps').endswith('--out_dir=out/sps --resume')
     monkeypatch.setattr(run_settings, 'ranks', lambda: (0, 16, 0, 8))
     assert run_settings.resume_command([], 16, 'out/A').startswith('torchrun --nnodes=2 --nproc_per_node=8 train.py ')

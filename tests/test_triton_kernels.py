@@ -1,13 +1,12 @@
-"""The Triton attention kernels: in Triton's interpreter, which runs them on a CPU (on a GPU if there is one), against a
-dense float64 definition; and compiled for an H100, which needs no GPU."""
+"""Triton attention kernels: interpreted (or on a GPU) against float64, and compiled for an H100."""
 import os
 from unittest import mock
 
 import pytest
 import torch
-from conftest import dense_attention, run_apart
+from conftest import dense_attention, run_subprocess
 from kernel_resources import STREAMS, VARIANTS
-from test_attn_kernels import all_seen, gradients
+from test_attn_kernels import dense_mask, gradients
 
 import attn_kernels as K
 import model_sps
@@ -19,18 +18,18 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def make_case(streams, T, D, group, documents, reaches, dtype, device):
-    """q, k, v strided like slices of one projection, the pattern, and further arguments of `triton_attention`."""
+    """Return strided q, k, v, the dense mask, and further arguments of `triton_attention`."""
     NQ, NK, first = STREAMS[streams]
     torch.manual_seed(0)
     HK = 1 if group == 1 else 2
     q, k, v = torch.randn(2, 2 * T, 3, HK * group, D, device=device).to(dtype).unbind(2)
     q, k, v = q[:, :NQ * T], k[:, :NK * T, ::group], v[:, :NK * T, ::group]
     starts = torch.rand(2, T) < 0.02
-    starts[0] = torch.arange(T) % 32 == 31  # the last position of each tile
+    starts[0] = torch.arange(T) % 32 == 31  # documents start at the last row of a tile
     doc_start = torch.where(starts & documents, torch.arange(T), 0).cummax(1).values
     model = model_sps.Model(model_sps.Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9, n_ids=8))
     model.w_x, model.w_rho = (*reaches, 0)[:2]
-    seen = all_seen(model.sees, T, doc_start, range(NK), range(first, first + NQ)).to(device)
+    seen = dense_mask(model.sees, T, doc_start, range(NK), range(first, first + NQ)).to(device)
     return (q, k, v), seen, (doc_start.to(device) if documents else None, reaches[:NK], T, first)
 
 
@@ -41,11 +40,11 @@ def make_case(streams, T, D, group, documents, reaches, dtype, device):
     (130, 64, 1, False, (ALL, 62), torch.float32), (130, 64, 1, True, (64, ALL), torch.float16),
     pytest.param(1100, 128, 1, True, (64, ALL), torch.bfloat16, marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason='needs a GPU: the interpreter multiplies bf16 wrongly'))])
-def test_kernels_equal_the_definition(streams, T, D, group, documents, reaches, dtype, kernels_device):
+def test_kernels_equal_dense_attention(streams, T, D, group, documents, reaches, dtype, kernels_device):
     inputs, seen, options = make_case(streams, T, D, group, documents, reaches, dtype, kernels_device)
     want = gradients(lambda q, k, v: dense_attention(q, k, v, seen), *(x.double() for x in inputs))
     got = gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
-    sees_one_key = seen.sum(-1).max() == 1  # then the gradients of q and k are zero
+    sees_one_key = seen.sum(-1).max() == 1  # then q and k have zero gradients
     for name, g, w in zip(('out', 'dq', 'dk', 'dv'), got, want, strict=True):
         assert bool(w.isfinite().all()) and bool(w.any() or sees_one_key and name in ('dq', 'dk')), name
         error = float((g.double() - w).abs().max() / (1 + w.abs().max()))
@@ -53,7 +52,7 @@ def test_kernels_equal_the_definition(streams, T, D, group, documents, reaches, 
 
 
 def least_tiles(seen, own, walked):
-    """How many tiles (own, walked) cover what each strip of `own` rows sees, and how many of them need a mask."""
+    """Count the own x walked tiles that cover the visible pairs, and those that need a mask."""
     tiles = []
     for strip in seen.split(own):
         columns = strip.any(0).nonzero().flatten().tolist()
@@ -64,8 +63,8 @@ def least_tiles(seen, own, walked):
 @pytest.mark.skipif(torch.cuda.is_available(), reason='counts calls, which only the interpreter makes one by one')
 @pytest.mark.parametrize('streams, documents, reaches', [
     ('one', False, (ALL,)), ('both', True, (3, ALL)), ('x alone', False, (ALL, 0)), ('rho alone', True, (ALL, 64))])
-def test_kernels_load_no_tile_in_vain_and_mask_only_edges(streams, documents, reaches, kernels_device, monkeypatch):
-    """`_tile_start` is called once for each tile that is loaded, `_sees` once for each that is masked."""
+def test_kernels_load_only_needed_tiles_and_mask_only_edges(streams, documents, reaches, kernels_device, monkeypatch):
+    """Kernels call `_tile_start` once per loaded tile, `_sees` once per masked tile."""
     T, spies = 100, {name: mock.Mock(wraps=getattr(K, name)) for name in ('_tile_start', '_sees')}
     for name, spy in spies.items():
         monkeypatch.setattr(K, name, spy)
@@ -82,7 +81,7 @@ def test_kernels_load_no_tile_in_vain_and_mask_only_edges(streams, documents, re
     assert (spies['_tile_start'].call_count, spies['_sees'].call_count) == (loaded, masked)
 
 
-def test_operator_keeps_pytorchs_rules(kernels_device):
+def test_the_operator_passes_opcheck(kernels_device):
     inputs, _, options = make_case('both', 33, 32, 1, True, (33, 7), torch.float32, kernels_device)
     args = [x.contiguous().requires_grad_() for x in inputs]
     torch.library.opcheck(K._forward_op, (*args, options[0], [33, 7, 0]),
@@ -92,7 +91,7 @@ def test_operator_keeps_pytorchs_rules(kernels_device):
 @pytest.mark.parametrize('name, values', [
     ('standard', dict(window=3, n_kv_head=1)), ('sps', dict(window=3)), ('sps', dict(window=3, predict_layers=1)),
     ('sps', dict(method='reverse_sps', window=0, eos_id=None))])
-def test_models_give_the_same_losses_and_gradients_by_the_kernels(name, values, kernels_device):
+def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values, kernels_device):
     module, losses = runs.model_file(name), []
     idx = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(0)).to(kernels_device)
     for attention in ('auto', 'triton'):
@@ -107,7 +106,7 @@ def test_models_give_the_same_losses_and_gradients_by_the_kernels(name, values, 
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])
-def test_kernels_refuse_what_they_do_not_implement(name, monkeypatch):
+def test_kernels_reject_what_they_do_not_implement(name, monkeypatch):
     sees, cpu = runs.model_file(name).Model.sees, torch.device('cpu')
     monkeypatch.setattr(K, 'KERNELS_ON_CPU', True)
     K.check_triton(sees, 64, cpu)
@@ -122,9 +121,9 @@ def test_kernels_refuse_what_they_do_not_implement(name, monkeypatch):
 
 @pytest.mark.parametrize('kernels, n_kernels, n_rows', [('attention', 3, 3 * len(VARIANTS)), ('gpn', 8, 31)])
 def test_kernels_compile_for_an_h100_and_spill_nothing(kernels, n_kernels, n_rows):
-    """No more shared memory than there is, and attention's products in 16 bits by warp group (wgmma)."""
+    """They fit in shared memory, and attention in 16 bits uses warp-group products (wgmma)."""
     environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
-    result = run_apart('tests/kernel_resources.py', kernels, env=environment)
+    result = run_subprocess('tests/kernel_resources.py', kernels, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split(', ') for line in result.stdout.splitlines()]
     assert len({row[0] for row in rows}) == n_kernels and len(rows) == n_rows

@@ -1,4 +1,4 @@
-"""A5 and Manhattan through the scripts, and analysis/manhattan.py on a model that knows the way."""
+"""A5 and Manhattan through the scripts, and analysis/manhattan.py on a perfect guide."""
 import csv
 import json
 from functools import reduce
@@ -19,7 +19,7 @@ def eval_results(folder):
 
 
 @pytest.mark.slow
-def test_a5_trains_on_short_words_and_is_judged_on_long_ones(tmp_path):
+def test_a5_trains_on_short_words_and_is_evaluated_on_long_ones(tmp_path):
     out = tmp_path / 'a5'
     result = succeeded(run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20',
                            '--block_size=4', '--documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}'))
@@ -43,7 +43,7 @@ def grid():
     return d.task, Guide(d)
 
 
-def test_who_knows_the_way_finds_it_after_detours_too(grid):
+def test_a_perfect_guide_recovers_from_detours(grid):
     task, guide = grid
     pairs = task.held_out_pairs
     straight, around = (manhattan.paths_with_detours(guide, task, pairs, share, np.random.default_rng(0))
@@ -53,22 +53,22 @@ def test_who_knows_the_way_finds_it_after_detours_too(grid):
     assert sum(len(way) for way in around) > 1.3 * sum(len(way) for way in straight)
 
 
-def test_compression_is_1_where_only_place_and_goal_decide(grid, monkeypatch):
+def test_compression_is_1_if_only_position_and_goal_matter(grid, monkeypatch):
     task, guide = grid
     prefixes = manhattan.pairs_of_walks(task, 20, np.random.default_rng(0))
     measured = lambda: [share(guide, task, prefixes, 64) for share in (manhattan.same_paths, manhattan.compression)]
     assert measured() == [1, 1]
     monkeypatch.setattr(guide, 'next', lambda walk: task.end if walk[2:3] == [0] else Guide.next(guide, walk))
     same_way, compression = measured()
-    assert same_way == compression and 0.2 < compression < 0.9  # the first turn of the walk decides too
+    assert same_way == compression and 0.2 < compression < 0.9  # the first turn matters, too
     monkeypatch.setattr(manhattan, 'possible', lambda model, prefixes, *_: torch.arange(len(prefixes)) % 30 > 0)
-    assert manhattan.compression(guide, task, prefixes, 60) == 0  # of a pair, every continuation must be possible
+    assert manhattan.compression(guide, task, prefixes, 60) == 0  # all continuations of a pair must be possible
     start, goal, *turns = manhattan.prefixes_to(task, 7, 9, 12, np.random.default_rng(0))
     assert goal == task.first_node + 9 and len(turns) == 12
     assert reduce(lambda node, turn: task.neighbour[node, turn], turns, start - task.first_node) == 7
 
 
-def test_continuations_are_sampled_and_judged_token_by_token():
+def test_continuations_are_sampled_and_checked_token_by_token():
     torch.manual_seed(0)
     model = runs.model_file('standard').Model(runs.make_config('standard', dict(
         n_layer=2, n_head=2, n_embd=32, init_std=0.4, vocab_size=64, n_ids=40, eos_id=39))).eval()
@@ -76,7 +76,7 @@ def test_continuations_are_sampled_and_judged_token_by_token():
     tokens = manhattan.continuations(model, first * 200, 6, 39, torch.Generator().manual_seed(0))
     possible = manhattan.possible(model, second * 200, tokens, 39)
     has_ended = (tokens == 39).cumsum(1) > (tokens == 39)
-    for other in range(0, 39, 3):  # what stands after the end does not count
+    for other in range(0, 39, 3):  # tokens after the end are not counted
         assert manhattan.possible(model, first * 200, tokens.where(~has_ended, other), 39).all()
     n_ended = 0
     for row, (own, is_possible) in enumerate(zip(tokens.tolist(), possible)):
@@ -92,13 +92,13 @@ def test_continuations_are_sampled_and_judged_token_by_token():
     assert (drawn - probs / probs.sum()).abs().max() < 0.12
 
 
-def test_effective_rank_is_that_of_the_entropy_of_the_sizes_of_directions():
+def test_effective_rank_is_the_exponential_of_the_entropy_of_the_singular_values():
     directions = torch.linalg.qr(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)))[0].T[:3]
     for sizes, want in ((torch.ones(3), 3), (torch.tensor([1, 2, 5.]), 8 / (2 ** 2 * 5 ** 5) ** (1 / 8))):
         assert manhattan.effective_rank(sizes[:, None] * directions) == pytest.approx(want, abs=1e-4)
 
 
-def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
+def test_the_map_invents_only_streets_that_walks_need(grid):
     task, _ = grid
     true = {(node, turn): after for node, exits in enumerate(task.exits) for turn, after in exits}
     positions = manhattan.layout(task)
@@ -112,15 +112,15 @@ def test_a_map_has_no_invented_street_but_those_that_walks_need(grid):
     assert used.items() <= true.items() and len(used) > 50 and n_failed == 0
     east, north, *_ = (task.symbols.index(name) for name in 'ENSW')
     at = {name: task.nodes.index(name) for name in task.nodes}
-    wrong = at['0_0'], at['2_1'], [east, north, east]  # 1_0 north is a street to 1_1, whose row leads west alone
+    wrong = at['0_0'], at['2_1'], [east, north, east]  # 1_0 north leads to 1_1, whose row runs west only
     used, n_failed = manhattan.rebuild([*walks, wrong], true, near, 8)
     assert n_failed == 0 and used.items() - true.items() == {((at['1_1'], east), at['2_1'])}
     n_failed = [manhattan.rebuild([*walks, wrong], true, near, max_degree)[1] for max_degree in (2, 3)]
-    assert n_failed == [1, 0]  # two streets leave 1_1 already
+    assert n_failed == [1, 0]  # 1_1 already has two streets
 
 
 @pytest.mark.slow
-def test_a_run_on_manhattan_is_judged_and_its_map_is_drawn(tmp_path):
+def test_a_manhattan_run_is_evaluated_and_its_map_drawn(tmp_path):
     out = tmp_path / 'city'
     result = succeeded(run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
                            f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0'))

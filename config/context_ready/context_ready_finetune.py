@@ -1,6 +1,6 @@
-# A K = 1 run becomes context-ready (section 5.7):
+# Converts a K = 1 run to Context-Ready and fine-tunes it (section 5.7):
 # python train.py config/context_ready/context_ready_finetune.py --init_from=RUN
-# Shape, window and documents are those of the run; its correction network starts at 0.
+# Sizes, window and documents come from the run. The correction network's output starts at 0.
 from config.context_ready_small import (
     batch_size,
     block_size,
@@ -17,5 +17,5 @@ from config.context_ready_small import (
 model = 'context_ready'
 K = 10
 k_min = 2
-seed = 1338  # other batches than the run was trained on
+seed = 1338  # not the batches of the first run
 max_tokens = 1_000_000

@@ -1,6 +1,6 @@
-# What the rows of the Context-Ready paper share (section 5.1, tables A1 and 1): OpenWebText, vocabulary 32,000, 100,000
-# steps. The paper leaves open betas and weight decay (as in the SPS paper here), warm-up (1,000 steps) and, but for T =
-# 1024, the heads: 16, so that they are C / 16 wide; at widths 256 and 512 heads of 64. The tokenizer is a guess too:
+# Common settings of the OpenWebText runs (section 5.1, tables 1 and A1): vocabulary 32,000, 100,000
+# steps. Not in the paper: betas and weight decay (here the SPS paper's), warm-up (1,000 steps), the
+# tokenizer, and heads except at T = 1024 (16 here; 64 wide at C = 256 and 512). The tokenizer:
 # python -m data.tokenizers Skylion007/openwebtext --vocab_size=32000 --out=bpe32k.json
 model = 'context_ready'
 data = 'data/built/openwebtext'

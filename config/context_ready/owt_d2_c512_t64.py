@@ -1,4 +1,4 @@
-# D = 2, C = 512: table 3, on 20 tokens a parameter (the paper says Chinchilla-matched).
+# D = 2, C = 512: table 3, 20 tokens per parameter ("Chinchilla-matched").
 from config.context_ready.owt_short import *
 
 n_layer = 2

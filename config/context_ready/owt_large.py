@@ -1,5 +1,5 @@
-# What the rows of about 340M multiply-adds share (table A1): 200,000 steps of 32 sequences. guess: the same batch in
-# tables 2 and A11, and in A11 the same K.
+# Common settings of the runs of about 340M multiply-adds (table A1): 200,000 steps, batch 32.
+# guess: the batch of tables 2 and A11, and the K of A11.
 from config.context_ready.owt import *
 
 batch_size = 32

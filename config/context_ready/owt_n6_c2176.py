@@ -1,4 +1,4 @@
-# Roformer N = 6, C = 2176: table 1. Heads are 136 wide: beyond the Triton kernels, PyTorch's own attention serves them.
+# Roformer N = 6, C = 2176: table 1. Head size 136 is run by PyTorch's attention, not by Triton's.
 from config.context_ready.owt_large import *
 
 n_layer = 6

@@ -1,4 +1,4 @@
-# What tables 3 and A10 share: windows of 64 tokens, 1024 a step.
+# Common settings of tables 3 and A10: windows of 64 tokens, 1024 per step.
 from config.context_ready.owt import *
 
 block_size = 64

@@ -1,5 +1,5 @@
-# Pointer chasing at a size for two cores: appendix B but for 3 hops and a width of 64; Context-Ready, D = 1, by exact
-# backpropagation through time. Roformers of N blocks beside it: --bptt=False --K=1 --prefill=parallel --n_layer=N
+# Small pointer chasing for two cores: appendix B with 3 hops and C = 64; D = 1 by exact BPTT.
+# Roformers of N blocks to compare: --bptt=False --K=1 --prefill=parallel --n_layer=N
 from config.context_ready.pointer_d1 import *
 
 data = 'pointer_chasing:hops=3,keys=5,values=10,val_rows=256'

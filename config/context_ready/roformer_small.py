@@ -1,4 +1,4 @@
-# The Roformer N = 2 beside context_ready_small; --variant=extra_ffn is Roformer-hFFN.
+# Roformer N = 2, to compare with context_ready_small; --variant=extra_ffn is Roformer-hFFN.
 from config.context_ready_small import *
 
 K = 1

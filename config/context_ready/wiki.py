@@ -1,6 +1,6 @@
-# What tables A2 to A5 and A12 share: English Wikipedia, BPE 16k. guess: batch 64, and in A2 to A5 windows of 256 and
-# 100,000 steps, which the paper states for A12. guess: one head at C = 446 (RoPE needs heads of an even size, which
-# only the divisors 1 and 223 give). guess: the tokenizer
+# Common settings of tables A2 to A5 and A12: English Wikipedia, BPE 16k. guess: batch 64; in A2 to A5
+# windows of 256 and 100,000 steps, which the paper states for A12; one head at C = 446 (RoPE needs
+# heads of an even size, which only the divisors 1 and 223 give); the tokenizer:
 # hf download wikimedia/wikipedia --repo-type=dataset --include='20231101.en/*' --local-dir=wikipedia
 # python -m data.tokenizers wikipedia --vocab_size=16000 --out=bpe16k.json
 from config.context_ready.owt import *

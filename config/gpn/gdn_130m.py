@@ -1,5 +1,5 @@
-# Gated DeltaNet, 10 layers (130.5M): GPN paper, table 1, on the same data and schedule as GPN. The model's defaults are
-# its size: heads and feed-forward width are inferred from the paper's state of 1.97M numbers and its 130M parameters.
+# Gated DeltaNet, 10 layers (130.5M): GPN paper, table 1, data and schedule as for GPN. Heads and
+# feed-forward width are inferred from the paper's 1.97M state values and 130M parameters.
 from config.gpn.gpn_130m import *
 
 model = 'gdn'

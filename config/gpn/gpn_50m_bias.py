@@ -1,5 +1,5 @@
-# The decoder-bias study (GPN paper, section 7.2): one layer, 50M, 8k steps. The paper says no more of its size: this is
-# 50.2M. Without: --decoder_bias=False --out_dir=out/gpn_50m_False
+# Decoder-bias study (GPN paper, section 7.2): one layer, 50M (here 50.2M), 8k steps. Without bias:
+# --decoder_bias=False --out_dir=out/gpn_50m_False
 from config.gpn.gpn_nomem import *
 
 n_embd = 1520

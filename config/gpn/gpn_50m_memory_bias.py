@@ -1,4 +1,4 @@
-# The decoder-bias study with memory, beyond the paper: 49.8M.
+# Decoder-bias study with memory (49.8M), beyond the paper.
 from config.gpn.gpn_50m_bias import *
 
 n_embd = 1216

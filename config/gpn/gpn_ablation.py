@@ -1,12 +1,12 @@
-# A GPN+M (0.3M) small enough for the loop of its equations, by which an edited one trains (analysis/edits.py).
+# GPN+M (0.3M), small enough to train edited equations with `Model.loop` (analysis/edits.py).
 from config.gpn_quick import *
 
 n_embd = 128
 d_emb = 64
 d_k = 16
 d_v = 32
-block_size = 128  # tokens through which the gradient goes back
-batch_size = 32  # the loop takes hardly longer for many windows than for few
+block_size = 128  # length of BPTT
+batch_size = 32  # the loop is hardly slower with more rows
 micro_batch_size = 32
 max_tokens = 1_000_000
 warmup_tokens = 50_000

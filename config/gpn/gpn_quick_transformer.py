@@ -1,4 +1,4 @@
-# The Transformer beside gpn_quick: the same data, budget and size (1.0M).
+# Transformer (1.0M), to compare with gpn_quick: the same data and number of tokens.
 from config.gpn_quick import (
     batch_size,
     block_size,
@@ -16,4 +16,4 @@ model = 'standard'
 n_layer = 4
 n_head = 4
 n_embd = 136
-init = 'torch'  # as gpn_transformer
+init = 'torch'  # as in gpn_transformer

@@ -1,4 +1,4 @@
-# Recall at a size for two cores: GPN+M of 0.08M. The other models: config/gpn/recall_small_transformer.py
+# Small recall task for two cores: GPN+M (0.08M). Baselines: config/gpn/recall_small_transformer.py
 model = 'gpn'
 data = 'recall:pairs=8,distances=8-16-32-64,length=128,val_rows=256'
 documents = False

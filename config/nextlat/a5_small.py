@@ -1,6 +1,6 @@
-# The word problem of A5 at a size for two cores, where words of 4 are learned: NextLat; the baseline is
-# --objective=ntp. Words three times as long: python -m analysis.a5 RUN --length=12. Of words as short as these, 7% of
-# the held-out ones are in the training set too.
+# Small word problem of A5 for two cores: NextLat on words of 4; baseline: --objective=ntp. Words of
+# 12: python -m analysis.a5 RUN --length=12. 7% of the words of 4 in the validation set are also in
+# the training set.
 from config.nextlat.a5 import *
 
 data = 'a5:length=4,val_rows=1000'

@@ -1,6 +1,6 @@
-# Countdown of the NextLat paper (table of hyperparameters), which also takes horizon = 4 and 8 and three seeds. The
-# baselines: --objective=ntp, and --model=mtp and --model=jtp, for which it swept lambda_mtp over 0.1 ... 1. The test on
-# 10,000 problems: python eval.py RUN --val --data=countdown
+# NextLat paper: Countdown (table of hyperparameters), also horizon = 4 and 8, and three seeds.
+# Baselines: --objective=ntp; --model=mtp and --model=jtp, with lambda_mtp swept over 0.1 ... 1.
+# Test on 10,000 problems: python eval.py RUN --val --data=countdown
 model = 'nextlat'
 data = 'countdown:val_rows=1000'
 horizon = 1

@@ -1,5 +1,4 @@
-# The Belief State Transformer on Countdown, a baseline of the NextLat paper: 12 layers in each of its two encoders, all
-# pairs.
+# NextLat paper: Belief State Transformer on Countdown, 12 layers in each encoder, all pairs.
 model = 'bst'
 data = 'countdown:val_rows=1000'
 block_size = 27

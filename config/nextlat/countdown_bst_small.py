@@ -1,4 +1,4 @@
-# Countdown for BST at a size for two cores, in the time of countdown_small: half of its problems.
+# Small Countdown for two cores: BST, on half of countdown_small's problems (equal training time).
 from config.nextlat.countdown_bst import *
 from config.nextlat.countdown_small import (
     batch_size,

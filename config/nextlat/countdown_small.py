@@ -1,5 +1,5 @@
-# Countdown at a size for two cores: NextLat; the baseline is --objective=ntp. Integers above 999 have no token, which
-# makes the head a tenth of the paper's. Muon, where the paper has AdamW: docs/nextlat.md says what it gains.
+# Small Countdown for two cores: NextLat; baseline: --objective=ntp. Integers above 999 have no
+# token, so the head has a tenth of the paper's rows. Muon instead of AdamW: see docs/nextlat.md.
 from config.nextlat.countdown import *
 
 data = 'countdown:largest=999,train_rows=100_000,val_rows=500'

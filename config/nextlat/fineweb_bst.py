@@ -1,7 +1,7 @@
-# Belief State Transformer, 2.57B: a baseline of the NextLat paper, in its table of training costs alone. The settings
-# are those of fineweb_nextlat_d1.
+# NextLat paper: Belief State Transformer (2.57B), only in its table of training costs. Settings as
+# in fineweb_nextlat_d1.
 model = 'bst'
-pair_share = 0.1  # the paper: 10% of the pairs, or memory does not suffice
+pair_share = 0.1  # as in the paper, to fit in memory
 n_layer = 22
 n_head = 16
 n_embd = 2048
@@ -9,6 +9,6 @@ block_size = 1024
 batch_size = 512
 max_tokens = 100_000_000_000
 learning_rate = 4e-4
-min_lr = 4e-5  # inferred, as there
-warmup_tokens = 1_000_000_000  # and the last 10B decay
+min_lr = 4e-5  # inferred, as in fineweb_nextlat_d1
+warmup_tokens = 1_000_000_000  # the rate decays over the last 10B
 eval_interval = 1000

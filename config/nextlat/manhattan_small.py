@@ -1,4 +1,4 @@
-# Random walks on a one-way grid of 100 places, at a size for two cores: NextLat; the baseline is --objective=ntp.
+# Random walks on a 10 x 10 one-way grid, for two cores: NextLat; baseline: --objective=ntp.
 from config.nextlat.manhattan import *
 
 data = 'manhattan:grid=10,steps=30,window=128,max_distance=15,val_rows=64'

@@ -1,5 +1,5 @@
-# Path-star graphs G(2, 10) of the NextLat paper for its baseline BST (table of hyperparameters). The full test on
-# 20,000 graphs: python eval.py RUN --val --data=path_star:degree=2,length=10,nodes=100
+# NextLat paper: path-star graphs G(2, 10), Belief State Transformer (table of hyperparameters).
+# Test on 20,000 graphs: python eval.py RUN --val --data=path_star:degree=2,length=10,nodes=100
 model = 'bst'
 data = 'path_star:degree=2,length=10,nodes=100,val_rows=2000'
 block_size = 66
@@ -9,7 +9,7 @@ n_layer = 12
 n_head = 6
 n_embd = 384
 batch_size = 512
-micro_batch_size = 128  # 2,300 pairs a graph
+micro_batch_size = 128  # 2,300 pairs per graph
 learning_rate = 5e-4
 schedule = 'constant'
 warmup_tokens = 0

@@ -1,5 +1,5 @@
-# Path-star graphs G(7, 7) of the NextLat paper for its baseline BST. The full test on 20,000 graphs: python eval.py RUN
-# --val --data=path_star:degree=7,length=7,nodes=100
+# NextLat paper: path-star graphs G(7, 7), Belief State Transformer. Test on 20,000 graphs:
+# python eval.py RUN --val --data=path_star:degree=7,length=7,nodes=100
 from config.nextlat.path_star_bst_g2_10 import *
 
 data = 'path_star:degree=7,length=7,nodes=100,val_rows=2000'

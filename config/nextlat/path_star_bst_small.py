@@ -1,4 +1,4 @@
-# Path-star graphs G(2, 5) with 20 nodes for BST at a size for two cores, beside path_star_small.
+# Small path-star graphs G(2, 5), 20 nodes, for two cores: BST, to compare with path_star_small.
 from config.nextlat.path_star_bst_g2_10 import *
 from config.nextlat.path_star_small import (
     batch_size,
@@ -16,4 +16,4 @@ from config.nextlat.path_star_small import (
     warmup_tokens,
 )
 
-pair_share = 0.1  # of the pairs: a step is then 1.7 times path_star_small's in FLOPs
+pair_share = 0.1  # a step costs 1.7 times path_star_small's FLOPs

@@ -1,6 +1,6 @@
-# Path-star graphs G(2, 10) of the NextLat paper (table of hyperparameters; horizon l - 2). The baselines:
-# --objective=ntp, and --model=mtp and --model=jtp, for which it swept lambda_mtp over 0.1 ... 1. The full test on
-# 20,000 graphs: python eval.py RUN --val --data=path_star:degree=2,length=10,nodes=100
+# NextLat paper: path-star graphs G(2, 10) (table of hyperparameters; horizon l - 2). Baselines:
+# --objective=ntp; --model=mtp and --model=jtp, with lambda_mtp swept over 0.1 ... 1. Test on 20,000
+# graphs: python eval.py RUN --val --data=path_star:degree=2,length=10,nodes=100
 model = 'nextlat'
 data = 'path_star:degree=2,length=10,nodes=100,val_rows=2000'
 horizon = 8

@@ -1,6 +1,6 @@
-# Path-star graphs G(5, 5) of the NextLat paper (table of hyperparameters; horizon l - 2). The baselines:
-# --objective=ntp, and --model=mtp and --model=jtp, for which it swept lambda_mtp over 0.1 ... 1. The full test on
-# 20,000 graphs: python eval.py RUN --val --data=path_star:degree=5,length=5,nodes=100
+# NextLat paper: path-star graphs G(5, 5) (table of hyperparameters; horizon l - 2). Baselines:
+# --objective=ntp; --model=mtp and --model=jtp, with lambda_mtp swept over 0.1 ... 1. Test on 20,000
+# graphs: python eval.py RUN --val --data=path_star:degree=5,length=5,nodes=100
 from config.nextlat.path_star_g2_10 import *
 
 data = 'path_star:degree=5,length=5,nodes=100,val_rows=2000'

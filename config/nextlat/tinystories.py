@@ -1,8 +1,8 @@
-# TinyStories of the NextLat paper (table of hyperparameters), which also takes horizon = 8. The baselines:
-# --objective=ntp, --model=mtp and --model=jtp, for which it swept lambda_mtp over 0.1 ... 1, and tinystories_bst. The
-# data are in a vocabulary of 1,000 trained on them: python -m data.tokenizers roneneldan/TinyStories --vocab_size=1000
-# --out=tinystories.json. The ablations: --lambda_kl=0, --lambda_h=0, --token_loss=ce --stop_head=False,
-# --stop_target=False, --stop_head=False.
+# NextLat paper: TinyStories (table of hyperparameters), also with horizon = 8. Baselines:
+# --objective=ntp; --model=mtp and --model=jtp, with lambda_mtp swept over 0.1 ... 1;
+# tinystories_bst. Ablations: --lambda_kl=0; --lambda_h=0; --token_loss=ce --stop_head=False;
+# --stop_target=False; --stop_head=False. The tokenizer: python -m data.tokenizers
+# roneneldan/TinyStories --vocab_size=1000 --out=tinystories.json
 model = 'nextlat'
 data = 'data/built/tinystories'
 make_data = ('python prepare_fineweb.py roneneldan/TinyStories --id_field=None --tokenizer=tinystories.json '

@@ -1,5 +1,5 @@
-# The Belief State Transformer on TinyStories, a baseline of the NextLat paper: 8 layers in each of its two encoders.
-# The share of the pairs is that of the paper's table of training costs (inferred: it gives none for TinyStories).
+# NextLat paper: Belief State Transformer on TinyStories, 8 layers per encoder. pair_share is from
+# the table of training costs (inferred: none is given for TinyStories).
 from config.nextlat.tinystories import assumed_ids, data, make_data
 
 model = 'bst'

@@ -1,4 +1,4 @@
-# TinyStories for BST at a size for two cores, beside tinystories_small, on any folder of text.
+# Small TinyStories for two cores: BST, to compare with tinystories_small, on any folder of text.
 from config.nextlat.tinystories_bst import *
 from config.nextlat.tinystories_small import (
     batch_size,

@@ -1,5 +1,5 @@
-# TinyStories at a size for two cores, on any folder of text (here this Python installation's documentation): NextLat;
-# the baselines are --objective=ntp, --model=mtp and --model=jtp.
+# Small TinyStories for two cores: NextLat, on any folder of text, here Python's documentation.
+# Baselines: --objective=ntp, --model=mtp and --model=jtp.
 from config.nextlat.tinystories import *
 
 data = 'python_docs'

@@ -1,4 +1,4 @@
-# Reverse SPS, S (131M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+# Reverse SPS, S (131M): SPS paper, table 1. Standard with another attention pattern.
 from config.standard_s import *
 
 model = 'sps'

@@ -1,4 +1,4 @@
-# Reverse SPS, XS (53M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+# Reverse SPS, XS (53M): SPS paper, table 1. Standard with another attention pattern.
 from config.standard_xs import *
 
 model = 'sps'

@@ -1,7 +1,7 @@
-# 2x Memory, XL (1.678B): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+# 2x Memory, XL (1.678B): SPS paper, table 1. Standard with another attention pattern.
 from config.standard_xl import *
 
 model = 'sps'
 method = 'two_x_memory'
-window = None  # both streams persist
-micro_batch_size = 1  # a step fits 80 GiB by --dry_run
+window = None  # both streams are persistent
+micro_batch_size = 1  # fits 80 GiB (--dry_run)

@@ -1,6 +1,6 @@
-# 2x Memory, XS (53M): SPS paper, table 1. The backbone and training of Standard, another attention pattern.
+# 2x Memory, XS (53M): SPS paper, table 1. Standard with another attention pattern.
 from config.standard_xs import *
 
 model = 'sps'
 method = 'two_x_memory'
-window = None  # both streams persist
+window = None  # both streams are persistent

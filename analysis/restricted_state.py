@@ -20,7 +20,7 @@ import torch
 from analysis import figures
 from common.files import UserError
 from common.machine import make_progress
-from common.scoring import judge
+from common.scoring import target_log_probs
 
 TREND = 201  # smoothing window in positions (the paper's script)
 
@@ -59,7 +59,7 @@ def nll_by_position(model, windows, s: Settings):
     """Return the nats at each position summed over windows (N, T + 1): (T,) float64, on the CPU."""
     windows = torch.as_tensor(windows, device=model.embed.weight.device)
     with figures.autocast(s.dtype, windows.device):
-        log_probabilities, _ = judge(model.logits(windows[:, :-1]), windows[:, 1:])
+        log_probabilities, _ = target_log_probs(model.logits(windows[:, :-1]), windows[:, 1:])
     return -log_probabilities.sum(0).cpu().double()
 
 

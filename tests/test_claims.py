@@ -182,7 +182,8 @@ def test_all_claims_of_a_paper_run_end_to_end(paper, tmp_path, monkeypatch):
         *(arg for arg in made(name) if 'tokens=' not in arg and '--data=' not in arg),
         '--max_tokens=2000', '--warmup_tokens=100'])
     for module, few in ((claims.gradient_flow, dict(n_documents=2)), (claims.context_ready, dict(tokens=1024)),
-                        (claims.probes, dict(steps=2)), (claims.manhattan, dict(n_walks=20, n_prefixes=20))):
+                        (claims.probes, dict(steps=2)), (claims.manhattan, dict(n_walks=20, n_prefixes=20)),
+                        (claims.gpn_state, dict(batch_size=4))):
         monkeypatch.setattr(module, 'Settings', lambda made=module.Settings, few=few, **own: made(**own | few))
     succeeded(run('-m', 'analysis.claims', f'--only={paper}', '--seeds=2', f'--out_dir={tmp_path}/out'))
     assert list(claims.saved_rows(tmp_path / 'out/claims.csv')) == [c.name for c in CLAIMS if c.paper == paper]

@@ -688,7 +688,7 @@ def _sees(q_pos, doc_start, k_pos, strict, reach):
 
 @jit
 def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
-    """Cover lo..hi with tiles, full ones in full_lo..full_hi: (lo, n_left, n_full, n_right)."""
+    """Tile lo..hi, unmasked in full_lo..full_hi. Return (lo, n_left, n_full, n_right)."""
     left = tl.cdiv(tl.maximum(tl.minimum(full_lo, hi) - lo, 0), BLOCK)
     full = tl.maximum(full_hi - lo - left * BLOCK, 0) // BLOCK
     right = tl.cdiv(tl.maximum(hi - lo - (left + full) * BLOCK, 0), BLOCK)

@@ -64,7 +64,7 @@ def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]
 
 
 def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
-    """Return a training step of each side, with the same weights and tokens (2, B, T)."""
+    """Return one training step per side, with the same weights and tokens (2, B, T)."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
     llama = export.to_llama(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()

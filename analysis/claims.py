@@ -157,7 +157,7 @@ def last_score(run, prefix: str) -> float:
     return statistics.mean(logged(log, name)[-1] for name in score_names([run], prefix))
 
 
-STATISTICS = {  # name: function of a run folder that returns a dict with that name
+STATISTICS = {  # name: function(run folder) -> dict that has this name as a key
     'loss': lambda run: {'loss': final_loss(run)},
     'later gradient at x': later_gradient,
     'later gradient where it predicts': later_gradient,

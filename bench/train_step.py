@@ -159,7 +159,7 @@ def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
 
 
 def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
-    """Yield the rows of the table of training costs, at toy size without memory."""
+    """Yield the rows of the training-cost table. At toy size memory is not measured."""
     machine.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
     base = None if toy else isolated(peak_memory, *ntp, batch_size, **TRAINING)

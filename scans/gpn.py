@@ -727,7 +727,7 @@ def _build(dtype):
 
 
 def _library(command):
-    """Compile gpn.c (1 to 2 s), or load it from LIBRARY_DIR, under a hash of all it depends on."""
+    """Compile gpn.c (1 to 2 s), or load it from LIBRARY_DIR, keyed by a hash of its inputs."""
     source = Path(__file__).with_name('gpn.c')
     try:
         # predefined macros include the compiler's version and this CPU's features

@@ -309,7 +309,7 @@ def rope_table(positions, head_size, theta, scaling=None):
 
     positions: (...). Results: (..., 1, D), [cos | cos] and [-sin | sin], for `rotate`. scaling:
     Llama 3's 'factor,low,high,tokens'. Frequencies with fewer than `low` turns over `tokens`
-    positions are divided by `factor`; above `high` they are kept, in between interpolated.
+    positions are divided by `factor`; those above `high` are kept, those between interpolated.
     """
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     frequency = 1 / theta ** (j / head_size)

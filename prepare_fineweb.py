@@ -54,7 +54,7 @@ class Settings:
     tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder of GPT-2's files
     bos: bool = False  # start each document with bos; every document ends with eos in any case
     max_tokens: int | None = None  # stop after the document that reaches this many tokens; None: read all
-    val_share: float = 0.001  # validation fraction of the documents; raised if too few. FineWeb-Edu: 0.0005
+    val_share: float = 0.001  # share of documents for validation; raised if that is too few. FineWeb-Edu: 0.0005
     val_hash: Literal['sha256', 'md5'] = 'sha256'  # hash of the id that chooses train or val. FineWeb-Edu: md5
     shuffle: int = 0  # documents per shuffle block (files are shuffled too); 0: no shuffling. FineWeb-Edu: 200,000
     shard_tokens: int = 100_000_000  # tokens per shard; a document is never split

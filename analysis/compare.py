@@ -193,7 +193,7 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
 
 
 def table(runs: dict[str, list[Path]]) -> list[dict]:
-    """Return a row for each of {name: runs, one per seed}, compared with the first name.
+    """Compare {name: runs, one per seed} with the first name. Return a row for each.
 
     Size, state, FLOPs and speed are from the first seed.
     """

@@ -211,7 +211,7 @@ def group(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, list[st
     configs, folders = zip(*groups.values())
     parts = [()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
-    # settings that only some groups have come first: they belong to the model, not to training
+    # settings missing in some groups come first: they belong to the model, not to training
     for key in ('model', *sorted(keys, key=lambda key: sum(key in config for config in configs))):
         longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
         if len(set(longer)) > len(set(parts)):

@@ -37,7 +37,7 @@ IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data', 'seed'  # settings
 class Settings(figures.ModelSettings):
     n_documents: int = 1000  # number of validation documents
     seed: int = 0  # random seed for documents and positions
-    positions: int = 8  # random steps i per document, from block_size / 16 on
+    positions: int = 8  # random steps i >= block_size / 16 per document
     block_size: int = 1024  # tokens read of each document, at most the runs' training windows
     max_k: int | None = None  # largest k; None: half of block_size
     batch_size: int = 8  # losses per backward pass

@@ -1,10 +1,10 @@
-"""Differences in accuracy and loss to a baseline, by model size: figure 3 of the SPS paper.
+"""Accuracy and loss relative to a baseline, by model size: figure 3 of the SPS paper.
 
     python eval.py RUN RUN ... --paper=sps
     python -m analysis.scaling RUN RUN ... --out=NAME
 
 Accuracy is the mean over the paper's tasks, from eval.jsonl; loss is the final validation loss.
-Runs whose numbers of parameters are within 10% count as one size. Writes NAME.png and NAME.csv.
+Runs within 10% of each other's parameter count share a size. Writes NAME.png and NAME.csv.
 """
 import statistics
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ class RunLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests, **kwargs):
         start, empty = [*self.encoding.start], [self.prefix_token_id]  # empty: how lm-eval encodes an empty context
-        # A context of spaces may be empty; so may a continuation that merges with its context.
+        # A context of spaces, or a continuation that merges with its context, may have no tokens.
         pairs = [(context if context == empty else start + context or empty, continuation or self.tok_encode(texts[1]))
                  for texts, context, continuation in requests]
         return [(nats, is_greedy) for nats, is_greedy, _ in self.scorer.score(pairs)]

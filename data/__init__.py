@@ -46,9 +46,9 @@ def has_data(name: str) -> bool:
 
 
 def text_data(path: Path) -> tuple[Path, Iterator | None]:
-    """Return (data folder, documents) for a .txt file or a folder of them; None without texts.
+    """Return (data folder, documents) for a .txt file or a folder of them; None if it has none.
 
-    The folder's name depends on the names, sizes and times of the texts.
+    The folder's name depends on the names, sizes and mtimes of the files.
     """
     from data import sources
     found = [str(path)] if path.is_file() else sources.visible_files(str(path))

@@ -6,8 +6,8 @@ A row is the numbers, the target, pause tokens and the equations in the order th
 
     14,83,88,91,23 | | | | | | | | 83-14=69,91-88=3,69/3=23
 
-Each equation takes two of the remaining numbers and adds its result to them. Tokens are the
-integers 1 to 10,000 and | + - * / =. The prompt, which ends with the last |, does not count.
+Each equation replaces two of the remaining numbers by its result. Tokens are the
+integers 1 to 10,000 and | + - * / =. The prompt, through the last |, is not in the loss.
 
 As in "Stream of Search" (Gandhi et al.), numbers and target are drawn until solvable, and the
 solution is the first found by depth-first search. It tries pairs in order, and a + b, a * b, larger

@@ -260,7 +260,7 @@ class _AttentionTape:
 
     def back(self, t, grad):
         (B, H, D), block = self.shape, self.block
-        first_key, queries = max(0, t + 1 - self.W), slice(t, t + self.W)  # first key of t; queries of t
+        first_key, queries = max(0, t + 1 - self.W), slice(t, t + self.W)  # first key t sees; queries that see t
         self.grad[t] = grad
         grad_mixed = (grad @ block.attn_out.weight).view(B * H, 1, D)
         self.grad_mixed[:, t:t + 1] = grad_mixed

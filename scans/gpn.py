@@ -705,8 +705,8 @@ class Graph:
 
 # ---- steps in C, on a CPU ----
 #
-# A step is three products of a few rows and many small loops, whose launch overhead in PyTorch is
-# larger than their compute. On CPUs with bf16 units, the factors of products can be bf16.
+# A step is three matmuls of a few rows and many small loops, whose launch overhead in PyTorch is
+# larger than their compute. On CPUs with bf16 units, matmul inputs can be bf16.
 
 LIBRARY_DIR = Path(__file__).with_name('__pycache__')  # compiled libraries
 

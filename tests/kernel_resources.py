@@ -60,7 +60,7 @@ def compile_once(done, kernel, args, words=(), **options):
 
 
 def launcher(done, kernel, words):
-    """Return a stand-in for an attention kernel: a launch, on any grid, compiles it."""
+    """Wrap an attention kernel so that launching it, on any grid, only compiles it."""
     launch = lambda *args, **options: compile_once(done, kernel, args, words, **options)
     return collections.defaultdict(lambda: launch)
 

@@ -99,7 +99,7 @@ def test_validation_reads_eval_tokens_or_the_whole_split_in_order(tiny_data, n_t
         assert seen == d.val_batch(range(n), T, seed)[0].tolist() and n_counted == n * T
         mean = np.mean(seen)
         assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
-    else:  # every token but the first, including the last, shorter window
+    else:  # all tokens but the first; the short last window counts too
         n_all = d.splits['val']['tokens']
         whole = shard_ids(tiny_data, 'val').tolist()
         assert sum(seen, [])[:n_all] == whole and set(sum(seen, [])[n_all:]) == {256} and n_counted == n_all - 1

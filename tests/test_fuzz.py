@@ -77,7 +77,7 @@ COMMANDS = {  # name: share of the inputs, and working commands in the folder th
                                f'texts.jsonl --out_dir=new {PREPARE} --shard_tokens=200 --max_tokens=100']),
     'analysis.tables': (0.03, ['standard nextlat --out=figure']),
 }
-OWN = {'train', 'eval'}  # may change the runs in their arguments
+OWN = {'train', 'eval'}  # may modify the runs passed to them
 
 
 # ---- a folder for the commands ----
@@ -217,7 +217,7 @@ def in_a_fork(program: str, argv: list[str], folder: Path) -> tuple[int, str]:
 
 
 def stand_alone() -> None:
-    """Make a forked test process behave like a script, with limits, without network and GPU.
+    """Make a forked test process behave like a script, with time limits, no network and no GPU.
 
     Built data goes to its folder, training ends after STEPS, and slow steps are skipped.
     """

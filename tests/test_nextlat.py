@@ -163,7 +163,7 @@ def test_losses_and_gradients_equal_the_papers_equations(name, case, documents, 
 def test_losses_and_gradients_do_not_depend_on_chunk_length(name, T, monkeypatch):
     model, idx = make(name), torch.randint(0, 20, (2, T), generator=torch.Generator().manual_seed(0))
 
-    def results(width):  # 2 ** 26: chunks of 256 rows
+    def results(width):  # 2 ** 26 makes chunks of 256 rows
         monkeypatch.setattr(runs.model_file(name), 'chunked_loss', lambda fn, rows, params, _, shared=():
                             attn_kernels.chunked_loss(fn, rows, params, width, shared))
         out = model(idx, idx)

@@ -243,7 +243,7 @@ def test_any_nan_or_inf_is_found_but_an_overflowing_sum_is_allowed():
 
 # ---- errors and signals ----
 
-def test_a_run_survives_a_closed_terminal(monkeypatch, signals_of_a_terminal):
+def test_a_run_survives_a_closed_terminal(monkeypatch, terminal_signals):
     with machine.catch_signals() as stop, monkeypatch.context() as patch:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)  # shells send two

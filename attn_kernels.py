@@ -104,11 +104,11 @@ def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=Non
     Args:
         sees: the pattern, see the top of the file
         doc_start: (B, T) int64 from `document_starts`, or None for one document
-        keys, queries: their streams, in order; queries None: the same as keys
+        keys, queries: tuples of streams that are keys, queries; queries=None: the same as keys
         reaches: if given, use the Triton kernels (see `triton_attention`)
 
     On a GPU, FlexAttention compiles a kernel per length, so it is used for training and for lengths
-    that are multiples of its 128 x 128 blocks. Other lengths, as of prompts, use a dense mask.
+    that are multiples of its 128 x 128 blocks. Other lengths (prompts) use a dense mask.
     """
     queries = queries or keys
     device = torch.device(device)
@@ -467,7 +467,7 @@ class KVCache:
         self.slot_pos = torch.full((batch_size, self.spare + 1), EMPTY_SLOT, device=device)
         self.slot_stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # of each position
+        self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # per position
         self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # last h of the last call
         self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta, c.rope_scaling)
@@ -688,7 +688,7 @@ def _sees(q_pos, doc_start, k_pos, strict, reach):
 
 @jit
 def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
-    """Cover lo..hi with tiles, full ones in full_lo..full_hi: (lo, n_left, n_full, n_right)."""
+    """Return lo and the counts of left-edge, unmasked and right-edge tiles that cover lo..hi."""
     left = tl.cdiv(tl.maximum(tl.minimum(full_lo, hi) - lo, 0), BLOCK)
     full = tl.maximum(full_hi - lo - left * BLOCK, 0) // BLOCK
     right = tl.cdiv(tl.maximum(hi - lo - (left + full) * BLOCK, 0), BLOCK)

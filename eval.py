@@ -74,8 +74,8 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
     """Return LAMBADA's metrics as in the GPN paper, over the sub-words of the last word.
 
     acc: how often the first sub-word is the argmax. The paper's perplexity is exp of a mean over
-    sub-words, but it does not say which: perplexity_of_examples weights all examples equally,
-    perplexity_pooled all sub-words.
+    sub-words, and it does not define the mean: perplexity_of_examples weights examples equally,
+    perplexity_pooled weights sub-words equally.
     """
     if s.data_dir is None:
         import datasets

@@ -243,7 +243,7 @@ class Model(nn.Module):
     def _sequence(self, idx, targets):
         """Return x_0 ... x_T, labels (-1: ignored) and document starts, (B, T + 1) each.
 
-        A last target of -1 is not a token, so it becomes a separate document.
+        A final target of -1 is not a token; it gets a document of its own.
         """
         T, eos_id = idx.shape[1], self.config.eos_id
         x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)

@@ -82,9 +82,9 @@ class Config:
     k_min: int | None = None  # draw each step's number of unrolls uniformly from k_min ... K (paper: 2); None: always K
     checkpoint_unrolls: bool = False  # activation checkpointing per unroll: less memory, a third more compute
     bptt: bool = False  # train by streaming, with backpropagation through all positions, instead of by unrolls
-    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt only; fast: scans/, loop: equations, auto: fast if unedited
+    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt only; auto: fast (scans/), or loop after an edit
     segment_len: int = 32  # bptt with scan = 'loop': positions recomputed at a time in the backward pass
-    prefill: Literal['parallel', 'sequential'] = 'parallel'  # of prompts and in `logits`: unrolls, or Algorithm 1
+    prefill: Literal['parallel', 'sequential'] = 'parallel'  # prompts and `logits`: by unrolls, or by Algorithm 1
     prefill_tol: float = 1e-6  # parallel prefill stops once every z changes by less than this, relative to its norm
     window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
     dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2

@@ -162,7 +162,7 @@ class Model(nn.Module):
         return {'loss': loss, 'nll': nll.detach(), 'further_tokens': further.detach()}
 
     def _losses(self, targets, weights, states):
-        """Return loss, nll, further. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
+        """Return the three losses. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
         logits = at_least_fp32(self._logits(states)).flatten(0, 1)
         if not self.config.pad_rows_in_loss:
             mask_padding(logits, self.config.n_ids)

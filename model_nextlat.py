@@ -57,7 +57,7 @@ class Config:
     head_size: int | None = None  # D; None: n_embd / n_head
     qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
     qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
-    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, up to a multiple of 128 (inferred from counts)
+    n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, rounded up to a multiple of 128 (inferred)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
     norm_eps: float = 1e-5  # epsilon of RMSNorm

@@ -130,7 +130,7 @@ def read_progress(folder: Path) -> dict | None:
 
 
 def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
-    """Write progress.json, from which a rerun continues. state: of the source (`open_source`)."""
+    """Write progress.json, from which a rerun continues. state: see `open_source`."""
     writer.flush()
     write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'state': state,
                                           'left_out': left_out})

@@ -44,7 +44,7 @@ class Settings:
     resume: bool = False  # continue the run in out_dir from its last checkpoint
     overwrite: bool = False  # delete the run in out_dir and start a new one
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
-    init_from: str | None = None  # run to start from: weights, model settings and, without a config file, the model
+    init_from: str | None = None  # run to take weights and model settings from (without a config file, also `model`)
     dry_run: bool = False  # check the settings, print size, cost and memory, and exit; the data need not exist
     memory: float | None = None  # with --dry_run: GPU memory in GiB that a step should fit into
     seed: int = 1337  # random seed for the initial weights, the data order and dropout
@@ -82,7 +82,7 @@ class Settings:
     wandb_project: str | None = None  # Weights & Biases project to log to (needs wandb); None: log.jsonl only
     # machine
     device: Device = 'auto'  # auto: cuda if available, else cpu
-    dtype: DType = 'auto'  # of matrix products, weights stay fp32; auto: bfloat16 on GPUs and CPUs with bf16 units
+    dtype: DType = 'auto'  # for matmuls (weights stay fp32); auto: bfloat16 on GPUs and CPUs with bf16 units
     compile: bool | None = None  # use torch.compile; None: on GPUs only (on CPUs the gain is 1% to 20%)
     parallel: Literal['ddp', 'fsdp'] = 'ddp'  # multi-GPU: ddp copies the model to each GPU, fsdp shards it
     shard: int | None = None  # with fsdp: processes that share one sharded copy of the weights; None: all

@@ -7,9 +7,9 @@
 Claims are rows of claims.csv, runs are rows of claims_runs.csv (see docs/evaluation.md). Tests are
 one-sided and paired by seed: `t` is Student's t on the differences; `sign` is the exact sign test,
 for task scores, which are far from normal. The p-values of a claim and of its opposite are
-corrected by Holm's method for the number of claims of the paper. A claim is seen if its p is below
-5%, and contradicted if its opposite's is. Writes claims.csv (numbers of each seed, commands,
-machine) and claims.md to out_dir.
+corrected by Holm's method for the number of claims of the paper. A claim is supported if its p is
+below 5%, contradicted if that of its opposite is. Writes a claims.csv with the numbers of each
+seed, and claims.md, to out_dir.
 """
 import statistics
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 ALPHA = 0.05  # family-wise significance level of a paper's claims
 DEFINING = 'statistic', 'ours', 'direction', 'other', 'test', 'margin'  # old results are reused if these are equal
 COSTS = 'our_tokens', 'our_command', 'other_tokens', 'other_command', 'where'  # columns of claims.csv
-SEEN, CONTRADICTED, NOT_SEEN = 'seen', 'contradicted', 'not seen at this size'
+SUPPORTED, CONTRADICTED, INCONCLUSIVE = 'supported', 'contradicted', 'inconclusive at this size'
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
           'nextlat': 'Next-Latent Prediction Transformers Learn Compact World Models',
           'gpn': 'A Single-Layer Model Can Do Language Modeling'}
@@ -75,7 +75,7 @@ class Claim:
     other: str | float  # key of RUNS, or a fixed number
     statistic: str = 'loss'  # key of STATISTICS
     test: str = 't'  # t or sign
-    margin: float = 0.0  # nats per token by which `ours` may be worse, from the paper's numbers
+    margin: float = 0.0  # nats per token by which `ours` may be worse according to the paper
 
 
 CLAIMS = [Claim(**row | {'other': row['other'] if row['other'] in RUNS else float(row['other']),
@@ -157,7 +157,7 @@ def last_score(run, prefix: str) -> float:
     return statistics.mean(logged(log, name)[-1] for name in score_names([run], prefix))
 
 
-STATISTICS = {  # name: function of a run folder that returns a dict with that name
+STATISTICS = {  # name: function(run folder) -> dict that has this name as a key
     'loss': lambda run: {'loss': final_loss(run)},
     'later gradient at x': later_gradient,
     'later gradient where it predicts': later_gradient,
@@ -209,7 +209,7 @@ def add_verdicts(rows: list[dict]) -> dict[str, dict]:
         of_paper = [row for row in rows if row['paper'] == paper]
         corrected = [holm([row[key] for row in of_paper]) for key in ('p', 'p_opposite')]
         for row, p, p_opposite in zip(of_paper, *corrected):
-            verdict = SEEN if p < ALPHA else CONTRADICTED if p_opposite < ALPHA else NOT_SEEN
+            verdict = SUPPORTED if p < ALPHA else CONTRADICTED if p_opposite < ALPHA else INCONCLUSIVE
             found[row['name']] = row | {'p_holm': p, 'p_opposite_holm': p_opposite, 'verdict': verdict}
     return found
 
@@ -225,7 +225,7 @@ def make_row(c: Claim, ours: list[float], other: list[float], costs: dict) -> di
 
 
 def saved_rows(path: Path) -> dict[str, dict]:
-    """Recompute the rows of an earlier claims.csv, except for claims that changed: {name: row}."""
+    """Return {name: row} recomputed from an earlier claims.csv, without changed claims."""
     claim_of, rows = {c.name: c for c in CLAIMS}, {}
     for old in read_csv(path) if path.exists() else []:
         if old['name'] in claim_of:
@@ -239,11 +239,11 @@ def saved_rows(path: Path) -> dict[str, dict]:
 def markdown(rows: dict[str, dict]) -> str:
     """Return the text of claims.md: a table for each paper."""
     verdicts = [row['verdict'] for row in rows.values()]
-    counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SEEN, NOT_SEEN, CONTRADICTED))
+    counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SUPPORTED, INCONCLUSIVE, CONTRADICTED))
     lines = ["# The papers' claims on small models", '',
              f'{len(rows)} claims: {counts}. Tests are one-sided and paired by seed, at a family-wise level of {ALPHA} '
              "per paper. These models are about a thousand times smaller than the papers' models, so a claim that is "
-             'not seen here may still hold there. claims.csv has the numbers of each seed, the commands and the '
+             'inconclusive here may still hold there. claims.csv has the numbers of each seed, the commands and the '
              'machine.']
     for paper, title in PAPERS.items():
         shown = [in_markdown(c, rows[c.name]) for c in CLAIMS if c.paper == paper and c.name in rows]

@@ -26,7 +26,7 @@ from train import Settings as TrainSettings
 # settings that are ignored when runs are grouped and labelled
 IGNORED = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
-SAME_SIZE = 1.1  # models count as one size up to this ratio of their numbers of parameters
+SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
 BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of `draw_band`
 
 
@@ -330,7 +330,7 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss', minu
 
 
 def records_of(run: str, key: str, minus: dict | None = None) -> dict[int, dict]:
-    """Return {tokens: log record} where `key` was logged; minus: as in `curve`."""
+    """Return {tokens: log record} of the records with `key`. minus: see `curve`."""
     records = {record['tokens']: record for record in read_log(run) if is_number(record.get(key))}
     if minus:
         if (seed := settings_of(run).seed) not in minus:

@@ -184,7 +184,7 @@ def measure(model, batches, unigram, show, asked_distance=None):
     """Return all measurements as rows (part, name, x, value).
 
     unigram (V,): counts of training tokens; show(id): text of a token; asked_distance (recall
-    only): maps idx (B, T) to the distance of each target's answer (B, T).
+    only): maps idx (B, T) to how many tokens back each queried pair is (B, T).
     """
     unrolled = [unroll(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*unrolled))

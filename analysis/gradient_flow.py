@@ -78,7 +78,7 @@ def recorded_uses(model, layers, T, positions):
     """Context manager: yield {layer: (input, output gradient)}, filled by forward and backward.
 
     Both are (B, S, P, ...), with S = 2 where both streams of model_sps are active, else 1. The
-    token embedding has the key 'x' and <predict>'s the key 'rho', both with input None.
+    keys 'x' (token embedding) and 'rho' (<predict> embedding) have input None.
     """
     uses = {}
 

@@ -3,8 +3,8 @@
     python -m analysis.loss_curves RUN RUN ... --out=NAME
     python -m analysis.loss_curves RUN RUN ... --minus=standard --out=NAME      differences by seed
 
-Writes NAME.png (a line per configuration) and NAME.csv, and prints from where on each line stays
-below the first (figure 2 of the SPS paper). Times are from the runs' logs, so compare runs on one
+Writes NAME.png (a line per configuration) and NAME.csv. Prints where each line drops below the
+first for good (figure 2 of the SPS paper). Times are from the runs' logs, so compare runs on one
 machine; if all runs used GPUs, they are GPU-hours (wall time times GPUs at the start of the run).
 FLOPs are from `flops_per_token`. The y axis is cut to hide the steep first quarter of each curve.
 """

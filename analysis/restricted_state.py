@@ -29,7 +29,7 @@ TREND = 201  # smoothing window in positions (the paper's script)
 class Settings(figures.ModelSettings):
     omega: int = 64  # past positions of the persistent state that M_omega sees
     n_documents: int = 8000  # number of validation documents: the first that are long enough
-    block_size: int = 2048  # tokens read of each document, at most the runs' training windows
+    block_size: int = 2048  # tokens read per document, capped at the runs' training window
     batch_size: int = 4  # documents evaluated at a time
     dtype: str = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 

@@ -4,8 +4,8 @@
     python -m analysis.scores RUN RUN ... --out=NAME --bars             final scores
 
 Writes NAME.png and NAME.csv, and prints each final score and when the task was solved. If a task
-has several scores, each configuration gets a panel and each score a line: the wave of appendix B of
-the Context-Ready paper. Otherwise each configuration is a line. With --bars, each data set (and
+has several scores, each configuration gets a panel and each score a line: see appendix B of the
+Context-Ready paper. Otherwise each configuration is a line. With --bars, each data set (and
 score) has a group of bars, one per configuration: the path-star figure of the NextLat paper.
 """
 import re

@@ -47,7 +47,7 @@ class Settings(figures.Settings):
     temperature: float = 1.0  # 0: greedy decoding
     batch_size: int = 1  # prompts decoded at a time
     device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
-    dtype: DType = 'auto'  # of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
+    dtype: DType = 'auto'  # weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
         check_ranges(self, new_tokens=(2, inf), temperature=SAMPLING['temperature'])

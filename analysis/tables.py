@@ -109,7 +109,7 @@ def own_row(runs: list[str], columns: list[str], measured: list[dict]) -> dict[s
 
 
 def state_size(run: str) -> dict[str, int]:
-    """Return the width and the size of matrix memories (one in GPN, one per layer in GDN)."""
+    """Return model width and matrix-memory size (GPN: one memory; GDN: one per layer)."""
     record = read_run(run)
     c = saved_config(record, run)
     row = {'state dim': c.n_embd} if hasattr(c, 'n_embd') else {}

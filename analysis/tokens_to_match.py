@@ -9,8 +9,8 @@ Figures 1 and 2 of the SPS paper, for each method and `baseline`, at each size:
 * figure 2: the tokens that the method needs to reach the baseline's last loss before its decay.
 
 Runs that differ only in length and seed form one curve: the shortest run up to its decay, then the
-evaluations of longer runs up to theirs. For example, Standard's runs of 20B and 100B tokens cover 0
-to 18B and 18B to 90B. The loss to match is the shortest run's. Writes NAME.png and NAME.csv.
+longer runs up to their decay. For example, Standard's runs of 20B and 100B tokens cover 0 to 18B
+and 18B to 90B. The loss to match is the shortest run's. Writes NAME.png and NAME.csv.
 """
 from dataclasses import dataclass
 

@@ -16,7 +16,7 @@ class Settings(figures.Settings):
 
 
 def sweep(runs: list[str]) -> list[dict]:
-    """Return points {'window', **spread} of final losses, windows ascending (infinity: none)."""
+    """Return {'window', **spread of final losses} per window, ascending; inf: no window."""
     by_window = {}
     for run in runs:
         window = getattr(saved_config(read_run(run), run), 'window', None)

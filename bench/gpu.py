@@ -38,7 +38,7 @@ STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes
     'generate': (60, ['-m', 'bench.generate']),
     'inference': (90, ['-m', 'bench.inference', '--scales=xs,s']),  # all five take longer
     'objectives': (60, ['-m', 'bench.train_step', 'objectives']),
-    'context_ready': (240, ['-m', 'bench.context_ready']),
+    'context_ready': (60, ['-m', 'bench.context_ready']),
     'train_step': (50, ['-m', 'bench.train_step']),
     'tests': (40, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
 }

@@ -64,7 +64,7 @@ def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]
 
 
 def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
-    """Return a training step of each side, with the same weights and tokens (2, B, T)."""
+    """Return one training step per side, with the same weights and tokens (2, B, T)."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
     llama = export.to_llama(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
@@ -159,7 +159,7 @@ def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
 
 
 def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
-    """Yield the rows of the table of training costs, at toy size without memory."""
+    """Yield the rows of the training-cost table. At toy size memory is not measured."""
     machine.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
     base = None if toy else isolated(peak_memory, *ntp, batch_size, **TRAINING)

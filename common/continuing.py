@@ -156,7 +156,7 @@ def load_source_weights(model: torch.nn.Module, source, tensors: dict, idx: torc
     worst = (have - want).abs().max().item()
     if not worst < 1e-4:
         raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
-                        'training. Settings unrelated to the new weights (window, documents, n_head) must equal '
-                        "the source's, and this model must have them")
+                        'training. Settings unrelated to the new weights (window, documents, n_head) must match '
+                        "the source's and be supported by this model")
     print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
           f'{worst:.1e}')

@@ -38,7 +38,7 @@ FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 @dataclass
 class Settings:
     from_llama: str | None = None  # Hugging Face folder to import as a run
-    to_llama: str | None = None  # new folder to write, as a Llama
+    to_llama: str | None = None  # new folder for a Llama export
     to_hf: str | None = None  # new folder to write, with the model's code unless the run is a Llama
     tokenizer: str | None = None  # with --from_llama: tokenizer, as in prepare_fineweb.py; None: the folder's own
     eos_token: str | None = None  # with --from_llama: token that ends a document; None: from tokenizer_config.json

@@ -81,7 +81,7 @@ def add_path_to_errors(path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a folder. If another process holds it, raise UserError, or wait."""
+    """Hold the lock of a folder. If it is taken, raise UserError, or wait if `wait`."""
     path = Path(folder) / '.lock'  # never deleted, because two processes could then both hold the lock
     lock = filelock.FileLock(path)
     try:

@@ -68,9 +68,9 @@ class Task:
         return (idx == self.pause).cumsum(1) == self.pauses
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'solved': fraction solved greedily, 'valid_1' ... 'valid_3': true equations}.
+        """Return fractions: 'solved' by greedy decoding; 'valid_i': equation i of 3 is true.
 
-        An equation is true if both sides are equal, whatever numbers it takes. A problem is solved
+        An equation is true if both sides are equal, with any numbers. A problem is solved
         if all are true, each takes two of the remaining numbers, and the last gives the target.
         """
         prompts = idx[:, :self.prompt_tokens].tolist()

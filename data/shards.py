@@ -21,7 +21,7 @@ import torch
 
 from common.files import ROOT, UserError, read_json, sha256
 
-BUILT = Path(os.environ.get('BUILT_DATA') or ROOT / 'data/built')  # built-in and text data, ignored by git
+BUILT = Path(os.environ.get('BUILT_DATA') or ROOT / 'data/built')  # generated data folders, ignored by git
 
 
 def check_meta(meta: dict) -> None:

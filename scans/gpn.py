@@ -492,7 +492,7 @@ def unbind_steps(tensors):
 
 
 class KernelSteps:
-    """Steps of a segment on a GPU, with the weights from `fold`; products are in dtype.
+    """Steps of a segment on a GPU, with the weights from `fold`; matmuls run in dtype.
 
     `load` copies new weights in place, so captured CUDA graphs use them.
     """
@@ -727,7 +727,7 @@ def _build(dtype):
 
 
 def _library(command):
-    """Compile gpn.c (1 to 2 s), or load it from LIBRARY_DIR, under a hash of all it depends on."""
+    """Compile gpn.c (1 to 2 s), or load it from LIBRARY_DIR, keyed by a hash of its inputs."""
     source = Path(__file__).with_name('gpn.c')
     try:
         # predefined macros include the compiler's version and this CPU's features
@@ -836,7 +836,7 @@ def run_segment(w, function, inputs, is_usual):
         return function(*inputs)
     key = function.__name__, *(getattr(x, 'shape', x) for x in tree_leaves(inputs))
     if key not in w.graphs:
-        with torch.inference_mode(False), torch.no_grad():  # if evaluation captures it, training writes to its tensors
+        with torch.inference_mode(False), torch.no_grad():  # training can reuse evaluation's graph
             w.graphs[key] = Graph(function, inputs)
     return w.graphs[key].replay(inputs)
 

@@ -181,7 +181,7 @@ def train_tiny(data, out, *args, steps=20, **kwargs):
 
 
 def start_training(data, out, *args, processes=1):
-    """Start a training of 100,000 steps, wait until it has logged three, and return its Popen."""
+    """Start a 100,000-step run, wait until it has logged three steps, and return its Popen."""
     torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
     command = [*TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={100_000 * STEP_TOKENS}',
                '--save_interval=100000', '--eval_interval=100000', *args]

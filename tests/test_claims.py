@@ -11,7 +11,7 @@ from scipy.stats import t as student
 from test_compare import finished_run
 
 from analysis import claims, compare
-from analysis.claims import CLAIMS, CONTRADICTED, NOT_SEEN, RUNS, SEEN, STATISTICS, Claim, Settings, judge
+from analysis.claims import CLAIMS, CONTRADICTED, INCONCLUSIVE, RUNS, STATISTICS, SUPPORTED, Claim, Settings, judge
 from analysis.figures import read_csv
 from common.run_settings import read_settings
 from train import Settings as TrainSettings
@@ -20,28 +20,28 @@ LOW, HIGH, WIDE = [1.0, 1.01, 0.99], [1.2, 1.21, 1.18], [0.8, 1.3, 1.1]
 
 
 def verdict_of(judged):
-    """Return the verdict when this is the only claim of its paper."""
+    """Return a claim's verdict as if its paper had no other."""
     return claims.add_verdicts([{'name': 'a', 'paper': 'sps', **judged}])['a']['verdict']
 
 
 @pytest.mark.parametrize(('ours', 'other', 'direction', 'margin', 'verdict'), [
-    (LOW, HIGH, 'lower', 0, SEEN),
+    (LOW, HIGH, 'lower', 0, SUPPORTED),
     (HIGH, LOW, 'lower', 0, CONTRADICTED),
-    (LOW, WIDE, 'lower', 0, NOT_SEEN),
-    (HIGH, LOW, 'lower', 0.3, SEEN),  # `other` leads by less than the margin
-    (LOW, [1.011, 1.02, 1.001], 'lower', 0, SEEN),  # paired differences are close to 0.01
+    (LOW, WIDE, 'lower', 0, INCONCLUSIVE),
+    (HIGH, LOW, 'lower', 0.3, SUPPORTED),  # `other` leads by less than the margin
+    (LOW, [1.011, 1.02, 1.001], 'lower', 0, SUPPORTED),  # paired differences are close to 0.01
     (LOW, [0.5], 'lower', 0, CONTRADICTED),  # a single number is a constant
-    (LOW, [0.5], 'higher', 0, SEEN),
+    (LOW, [0.5], 'higher', 0, SUPPORTED),
 ])
 def test_t_test_gives_the_verdict(ours, other, direction, margin, verdict):
     assert verdict_of(judge(ours, other, direction, 't', margin)) == verdict
 
 
 @pytest.mark.parametrize(('ours', 'direction', 'p', 'verdict'), [
-    ([0.6, 0.7, 0.9, 0.8, 0.6, 0.7], 'higher', 1 / 64, SEEN),
+    ([0.6, 0.7, 0.9, 0.8, 0.6, 0.7], 'higher', 1 / 64, SUPPORTED),
     ([0.6, 0.7, 0.9, 0.8, 0.6, 0.7], 'lower', 1, CONTRADICTED),
-    ([0.6, 0.7, 0.9, 0.8, 0.6], 'higher', 1 / 32, SEEN),
-    ([0.6, 0.7, 0.9, 0.8, 0.6, 0.4], 'higher', 7 / 64, NOT_SEEN),
+    ([0.6, 0.7, 0.9, 0.8, 0.6], 'higher', 1 / 32, SUPPORTED),
+    ([0.6, 0.7, 0.9, 0.8, 0.6, 0.4], 'higher', 7 / 64, INCONCLUSIVE),
 ])
 def test_a_sign_test_counts_the_seeds_on_each_side(ours, direction, p, verdict):
     found = judge(ours, [0.5] * len(ours), direction, 'sign', 0)
@@ -103,12 +103,12 @@ def test_claims_can_be_judged_in_several_calls(tmp_path, monkeypatch):
     first, _ = judged('a')
     assert list(first) == ['a'] and trained == {'sps', 'standard'}
     rows, text = judged('b,gpn')
-    assert [row['verdict'] for row in rows.values()] == [SEEN, SEEN, CONTRADICTED]
+    assert [row['verdict'] for row in rows.values()] == [SUPPORTED, SUPPORTED, CONTRADICTED]
     assert {**rows['a'], 'p_holm': '', 'p_opposite_holm': ''} == {**first['a'], 'p_holm': '', 'p_opposite_holm': ''}
     assert float(rows['a']['p_holm']) == 2 * float(first['a']['p'])
     assert [*map(float, rows['a']['our_numbers'].split())] == losses['sps']
     assert '--learning_rate=0.0009' in rows['a']['other_command'] and rows['c']['other_command'] == ''
-    assert '3 claims: 2 seen, 0 not seen at this size, 1 contradicted' in text
+    assert '3 claims: 2 supported, 0 inconclusive at this size, 1 contradicted' in text
     claims.CLAIMS[0] = replace(claims.CLAIMS[0], margin=0.1)  # a changed claim, so its numbers are outdated
     assert list(judged('b')[0]) == ['b', 'c']
 
@@ -127,7 +127,7 @@ def test_committed_verdicts_follow_from_their_numbers():
     page = (ROOT / 'RESULTS.md').read_text()
     for paper in {row['paper'] for row in rows}:
         counts = Counter(row['verdict'] for row in rows if row['paper'] == paper)
-        assert f' | {" | ".join(str(counts[v]) for v in (SEEN, NOT_SEEN, CONTRADICTED))} |\n' in page, paper
+        assert f' | {" | ".join(str(counts[v]) for v in (SUPPORTED, INCONCLUSIVE, CONTRADICTED))} |\n' in page, paper
 
 
 def test_committed_commands_equal_the_current_ones():

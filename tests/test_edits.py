@@ -86,7 +86,7 @@ def test_the_nanogpt_variant_has_a_tied_head_and_standards_loss():
     assert not counted.all()
     nll = F.cross_entropy(model.logits(idx)[counted], idx[counted])
     assert model(idx, idx)['loss'].item() == pytest.approx(nll.item(), abs=1e-12)
-    with pytest.raises(ValueError, match=r'standard\.NanoGPT has learned 256 positions'):
+    with pytest.raises(ValueError, match=r'standard\.NanoGPT has 256 learned positions'):
         model(*torch.zeros(2, 1, 257, dtype=torch.int64))
     new, = generate(model, [idx[0, :4].tolist()], 2, temperature=0)
     assert new[0] == model.logits(idx[:1, :4])[0, -1].argmax()

@@ -200,7 +200,7 @@ def test_gates_and_decays_near_1_are_not_rounded_to_1_by_bf16_weights():
 @forms
 @pytest.mark.parametrize('narrow', ['autocast', 'weights'])
 def test_state_and_memory_are_in_fp32(narrow, form):
-    """With bf16 weights, or autocast, which on CPU affects only C code with bf16 units."""
+    """Also with bf16 weights or autocast (on a CPU: only the C code, if the CPU has bf16)."""
     model, idx = make(n_layer=2)
     for p in model.float().parameters():
         torch.nn.init.normal_(p, std=0.2)

@@ -37,7 +37,7 @@ def builds(tmp_path, monkeypatch):
 
 def test_the_c_code_is_built_once_per_compiler_and_flags(builds, monkeypatch, tmp_path):
     def n_builds():
-        assert scan._build.__wrapped__(torch.float32).steps  # without the cache of this process
+        assert scan._build.__wrapped__(torch.float32).steps  # bypasses the in-process cache
         return builds()
 
     assert n_builds() == n_builds() == 1

@@ -4,6 +4,7 @@ import random
 import shutil
 
 import pytest
+import torch
 from conftest import assert_sentence, run, succeeded, train_tiny
 
 from common import runs
@@ -215,7 +216,7 @@ def test_tokenizers_are_compared_by_content(trained, tokenizers, tmp_path):
     with pytest.raises(UserError, match='use data with that tokenizer'):
         runs.run_data(record, str(tokenizers / 'other'))
     assert_sentence(train_tiny(other.folder, tmp_path / 'new', f'--init_from={trained}'), 'with that tokenizer')
-    load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', 'float32')
+    load_draft(shutil.copytree(trained, tmp_path / 'draft'), record, 'cpu', torch.float32)
     draft = {'tokenizer': other.tokenizer, 'n_ids': other.n_ids, 'eos_id': other.eos_id}
     with pytest.raises(UserError, match='choose a draft run with the same tokenizer'):
-        load_draft(trained, {'data': draft}, 'cpu', 'float32')
+        load_draft(trained, {'data': draft}, 'cpu', torch.float32)

@@ -241,7 +241,7 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize('name, values', [
     ('standard', {}), ('bst', {'min_k': 1}), ('bst', {'min_k': 2, 'eos_id': None}), ('bst', {'min_k': 2})])
 def test_the_gradient_does_not_depend_on_the_micro_batches(tiny_data, name, values):
-    """Micro-batches are weighted by counted tokens. BST's loss is a mean over pairs."""
+    """Micro-batches are weighted by counted tokens (BST: by counted pairs)."""
     data = open_data(str(tiny_data))
     c = runs.make_config(name, dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values)
     idx, targets = data.train_batch(3, 4, 32, 1337)

@@ -97,7 +97,7 @@ def test_crossing_is_where_a_curve_drops_below_and_stays_below():
     # nothing is compared beyond the end of the first curve
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
     assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # one evaluation each
-    assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis on its own
+    assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis separately
         'from 1 tokens on', 'over time never', 'over compute never']
 
 

@@ -35,11 +35,6 @@ def test_benchmarks_run_at_toy_size_without_writing_results(args):
     assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == before
 
 
-def test_a_benchmark_makes_one_measurement_at_a_time():
-    for given in (['scales', 'objectives'], ['scale']):
-        assert_sentence(run('-m', 'bench.train_step', *given, '--toy'), f"'{' '.join(given)}': expected one of")
-
-
 def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():
     for row in figures.read_csv(tables.PAPERS / 'sps.csv'):
         shape = {name: int(row[name]) for name in ('n_layer', 'n_embd')}

@@ -9,7 +9,6 @@ from conftest import config_json, run, succeeded, train_tiny
 import eval as judge
 import sample
 from common import runs
-from common.files import UserError
 from data import Data
 from data.tokenizers import load_tokenizer, train_tokenizer
 
@@ -101,8 +100,3 @@ def test_lambada_perplexity_is_averaged_over_examples_and_pooled_over_tokens(tok
     assert n == len(encoding.encode('a of7words')) - len(encoding.encode('a')) != m
     assert found == pytest.approx({'acc': 0.5, 'perplexity_of_examples': math.exp((3 / m + 9 / n) / 2),
                                    'perplexity_pooled': math.exp(12 / (m + n))})
-
-
-def test_a_tokenizer_without_bos_gives_a_clear_error():
-    with pytest.raises(UserError, match='the tokenizer byte has no bos token'):
-        load_tokenizer('byte', bos=True)

@@ -422,7 +422,7 @@ def test_a_run_is_converted_and_analysed(tiny_data, tmp_path):
     assert after[0]['loss'] < before[0]['loss'] - 0.5
     by_itself = succeeded(run('train.py', 'config/context_ready/context_ready_finetune.py', finetune[-1],
                               f'--data={tiny_data}', '--block_size=32', '--device=cpu', '--dry_run'))
-    assert '32 = ' in by_itself.stdout  # shape and documents: the run's
+    assert '32 = ' in by_itself.stdout  # shape and documents come from the run
     assert_sentence(train_tiny(tiny_data, tmp_path / 'other', *finetune, '--window=3'), 'cannot be converted')
     analysis.context_ready.main([*found, f'--out={tmp_path / "depths"}', '--tokens=640'])
     assert (tmp_path / 'depths.png').exists()

@@ -174,10 +174,7 @@ def test_short_extends_have_static_shapes_and_no_host_sync(variant, monkeypatch)
 @pytest.mark.parametrize('variant', ['gpn, loop', 'gdn', 'gdn, documents'])
 @torch.no_grad()
 def test_a_traced_step_decodes_like_extend(variant):
-    """As in a CUDA graph: the state tensors are reused, and Python reads no values.
-
-    Without attention, which on a CPU reads only the filled slots: a graph would fix their number.
-    """
+    """As in a CUDA graph. Without attention, which on a CPU reads only the filled slots."""
     model, idx = make(variant), some_tokens(2, 9)
     want, cache = model.logits(idx), model.new_cache(2, 9, max_run=2)
     model.extend(idx[:, :1], cache)

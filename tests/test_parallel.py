@@ -3,6 +3,7 @@ import json
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, STEP_TOKENS, TINY, flip_bit, run, run_subprocess, succeeded
@@ -149,6 +150,25 @@ def test_ranks_come_from_torchrun_or_the_environment(monkeypatch, environment, r
     assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
 
 
+def test_waiting_for_other_processes_prints_a_line_after_ten_seconds(monkeypatch, capsys):
+    for name, value in dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_PORT', '1')
+    timers = []
+
+    def never_fires(seconds, function, args, kwargs):
+        timers.append((seconds, function, args, kwargs))
+        return SimpleNamespace(start=lambda: None, cancel=lambda: timers.append('cancelled'))
+    monkeypatch.setattr(machine.threading, 'Timer', never_fires)
+    monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
+    monkeypatch.setattr(machine.atexit, 'register', lambda function: None)
+    machine.init_distributed('gloo')
+    (seconds, function, args, kwargs), *rest = timers
+    function(*args, **kwargs)
+    assert seconds == 10 and rest == ['gloo', 'cancelled']
+    assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('files, cores', [
     ({}, 6), ({'cpu.max': 'max 100\n'}, 6), ({'cpu.max': '250 100\n'}, 3),
     ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100\n'}, 6),
@@ -222,14 +242,14 @@ def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
     """16 bytes per parameter over 64 processes, and the gathered weights. Nothing is run."""
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--memory=8']
-    sharded, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
+    in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
     model = runs.meta_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
     assert state_bytes(model, 1, 64, False) == held
     assert state_bytes(model, 1, 1, True) == 16 * (outside + 3 * block) == state_bytes(model, 4, 1, True) * 16 / 20
-    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in sharded
-    assert 'the largest micro_batch_size that fits is 1\n' in sharded and 'largest micro_batch_size' in whole
+    assert f'{held / 2**30:.2f} GiB for 1/64 of weights, gradients and moments' in in_parts
+    assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
 
 
 @pytest.mark.long

@@ -21,7 +21,16 @@ import torch
 
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes
 from analysis.compare import make_method, set_best_rates, train_seeds
-from analysis.figures import final_loss, logged, lower_test, paired_difference, read_csv, settings_of, write_csv
+from analysis.figures import (
+    final_loss,
+    logged,
+    lower_test,
+    paired_difference,
+    paired_gaps,
+    read_csv,
+    settings_of,
+    write_csv,
+)
 from analysis.scores import score_names
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
@@ -188,11 +197,10 @@ def p_values(gaps: list[float], test: str) -> tuple[float, float]:
 
 
 def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
-    """Test one number per seed on each side, or against a fixed one. Returns the test's columns."""
+    """Compare one number per seed on each side, or with a fixed number. Return result columns."""
     sign = {'lower': 1, 'higher': -1}[direction]
     gap, low, high = paired_difference(ours, other)
-    gaps = [sign * (x - y) - margin for x, y in zip(ours, other * len(ours) if len(other) == 1 else other, strict=True)]
-    p, p_opposite = p_values(gaps, test)
+    p, p_opposite = p_values([sign * x - margin for x in paired_gaps(ours, other)], test)
     return {'difference': gap, 'low': low, 'high': high, 'p': p, 'p_opposite': p_opposite}
 
 

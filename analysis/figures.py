@@ -313,7 +313,7 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss', minu
     """Return points {'step', 'tokens', 'minutes', 'gpu_hours', 'flops', **spread} of a value.
 
     Only steps that every run logged are included. minus: {seed: run whose value is subtracted}.
-    gpu_hours is None unless all runs used GPUs; flops, of one run, is None if unknown.
+    gpu_hours is None unless all runs used GPUs. flops is of the first run, None if unknown.
     """
     logs = [records_of(run, key, minus) for run in runs]
     versions, flops, points = [read_run(run)['versions'] for run in runs], flops_per_token(runs[0]), []
@@ -361,9 +361,14 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     return stats.t.interval(0.95, len(values) - 1, statistics.mean(values), stats.sem(values))
 
 
+def paired_gaps(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Return a - b for each seed. If b is a single number, it is subtracted from all."""
+    return [x - y for x, y in zip(a, b * len(a) if len(b) == 1 else b, strict=True)]
+
+
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return mean(a) - mean(b) and its 95% interval, paired by seed unless b is one number."""
-    gaps = [x - y for x, y in zip(a, b * len(a) if len(b) == 1 else b, strict=True)]
+    """Return mean(a) - mean(b) and its 95% interval by Student's t, paired by seed."""
+    gaps = paired_gaps(a, b)
     return statistics.mean(gaps), *interval(gaps)
 
 

@@ -345,6 +345,17 @@ def n_matrix_weights(module):
                for p in part.parameters(recurse=False) if p.dim() >= 2)
 
 
+def mean_keys(sees, T, keys=(0,), queries=None):
+    """Return how many keys the queries of one position attend to, mean over one document of T.
+
+    Takes evenly spaced queries if T > 2,048.
+    """
+    queries, n = queries or keys, min(T, 2 ** 22 // T + 1)
+    pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().long()
+    q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in _sequence(T, queries, 'cpu')))
+    return _seen(sees, q, _sequence(T, keys, 'cpu')).sum().item() / len(pos)
+
+
 def parse_rope_scaling(text):
     """Return the four numbers of 'factor,low,high,tokens'. Raises ValueError."""
     try:

@@ -46,6 +46,7 @@ from attn_kernels import (
     document_starts,
     make_mask,
     mask_padding,
+    mean_keys,
     n_matrix_weights,
     outside_graphs,
     rope_table,
@@ -307,4 +308,4 @@ class Model(nn.Module):
         of_pairs = for_nll + n_matrix_weights(self.previous_head)
         n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # ignoring documents
         for_tokens, for_pairs = n_matrix_weights(self) - of_pairs, of_pairs * n_pairs / T
-        return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * (T + 1) / 2
+        return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * mean_keys(self.sees, T)

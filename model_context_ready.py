@@ -46,6 +46,7 @@ from attn_kernels import (
     document_starts,
     make_mask,
     mask_padding,
+    mean_keys,
     n_matrix_weights,
     outside_graphs,
     rope_table,
@@ -478,10 +479,9 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T, attention included, mean over K_choices."""
         c = self.config
-        n_keys = min(self.reach + 1, T)
-        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # keys per query, mean over the sequence
         unrolls = 1 if c.bptt else sum(self.K_choices) / len(self.K_choices)  # streaming is one pass
         corrections = 1 if c.bptt else unrolls - 1  # the first unroll has none
         extra, network = (n_matrix_weights(getattr(self, name, nn.Module())) for name in ('extra', 'correction'))
-        blocks = n_matrix_weights(self.blocks) + extra + 2 * c.n_layer * c.n_head * c.head_size * keys
+        pairs = 2 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
+        blocks = n_matrix_weights(self.blocks) + extra + pairs
         return 6 * (self.head.weight.numel() + unrolls * blocks + corrections * network)

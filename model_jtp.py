@@ -27,6 +27,7 @@ from attn_kernels import (
     document_starts,
     make_mask,
     mask_padding,
+    mean_keys,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -231,4 +232,4 @@ class Model(nn.Module):
         c = self.config
         weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head also runs for each i
         weights += c.horizon * self.fetch.qkv.weight.numel() + (c.horizon - 1) * self.fetch.attn_out.weight.numel()
-        return 6 * weights + 12 * c.n_layer * c.n_embd * (T + 1) / 2
+        return 6 * weights + 12 * c.n_layer * c.n_embd * mean_keys(self.sees, T)

@@ -28,6 +28,7 @@ from attn_kernels import (
     document_starts,
     make_mask,
     mask_padding,
+    mean_keys,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -215,4 +216,4 @@ class Model(nn.Module):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
         weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head also runs for each i
-        return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * (T + 1) / 2
+        return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * mean_keys(self.sees, T)

@@ -33,6 +33,7 @@ from attn_kernels import (
     document_starts,
     make_mask,
     mask_padding,
+    mean_keys,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -292,7 +293,7 @@ class Model(nn.Module):
         p_psi runs d times, and so does the head for the KL loss, without weight gradient if frozen.
         """
         c = self.config
-        flops = 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * (T + 1) / 2
+        flops = 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
         if c.objective == 'nextlat':
             flops += 6 * (c.horizon - 1) * n_matrix_weights(self.dynamics)
             if c.lambda_kl:

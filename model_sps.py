@@ -28,6 +28,7 @@ Read `METHODS`, `Model.sees`, `Model._run_blocks` and `Block.forward`; for decod
     h  hidden states of both streams as one sequence [x | rho]: (B, 2 T, C), x is stream 0 and rho 1
        (the paper interleaves them; in this order, the same attention takes less work)
 """
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +46,7 @@ from attn_kernels import (
     document_starts,
     make_mask,
     mask_padding,
+    mean_keys,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -252,16 +254,8 @@ class Model(nn.Module):
 
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
-        c, C = self.config, self.config.n_embd
-
-        def mean_keys(reach):  # keys of one stream per query, including its own position
-            n_keys = min(reach + 1, T)
-            return n_keys - n_keys * (n_keys - 1) / 2 / T
-
-        x_keys, rho_keys = mean_keys(self.w_x), mean_keys(self.w_rho)
-        pairs = {X: x_keys + rho_keys - 1, RHO: x_keys + rho_keys}  # x_i does not see rho_i
-        n_both = c.n_layer - self.n_x_layers - 1  # layers with queries in both streams; the last has one
-        total_pairs = self.n_x_layers * x_keys + n_both * (pairs[X] + pairs[RHO]) + pairs[self.output]
+        c, layers = self.config, Counter(map(self.streams, range(self.config.n_layer)))
+        keys = sum(n * mean_keys(self.sees, T, *streams) for streams, n in layers.items())
         used = n_matrix_weights(self) + n_matrix_weights(self.blocks[self.n_x_layers:-1])  # again, for the 2nd stream
-        used += 2 * C * c.n_kv_head * c.head_size  # keys and values of the other stream in the last layer
-        return 6 * used + 12 * c.n_head * c.head_size * total_pairs
+        used += 2 * c.n_embd * c.n_kv_head * c.head_size  # keys and values of the other stream in the last layer
+        return 6 * used + 12 * c.n_head * c.head_size * keys

@@ -27,6 +27,7 @@ from attn_kernels import (
     document_starts,
     make_mask,
     mask_padding,
+    mean_keys,
     n_matrix_weights,
     rope_table,
     rotate,
@@ -176,6 +177,4 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
-        n_keys = min(self.reach + 1, T)
-        keys = n_keys - n_keys * (n_keys - 1) / 2 / T  # keys per query, mean over the sequence
-        return 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * keys
+        return 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)

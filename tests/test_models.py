@@ -206,7 +206,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
         targets = targets.masked_fill(idx == 59, -1)
     nll_of = lambda logits: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     if hasattr(model, 'final_hidden'):  # the training softmax may include padding ids, so nll is slightly larger
-        assert torch.allclose(out['nll'], nll_of(model.head(model.final_hidden(idx))), atol=1e-5)
+        assert torch.allclose(out['nll'], nll_of(model._logits(model.final_hidden(idx))), atol=1e-5)
     assert -1e-5 < out['nll'] - nll_of(model.logits(idx)) < 1
     out['loss'].backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -283,7 +283,7 @@ def test_editing_logits_changes_loss_evaluation_and_decoding(variant, monkeypatc
     monkeypatch.setattr(type(model), '_logits', lambda self, *args: self.scale * torch.tanh(head(self, *args)))
     out = model(idx, idx.roll(-1, 1))
     targets = idx.roll(-1, 1).masked_fill(idx == model.config.eos_id, -1) if model.config.eos_id else idx.roll(-1, 1)
-    edited = model.scale * torch.tanh(model.head(model.final_hidden(idx)))
+    edited = model.scale * torch.tanh(head(model, model.final_hidden(idx)))
     want = F.cross_entropy(edited.flatten(0, 1), targets.flatten(), ignore_index=-1)
     assert abs(out['nll'] - want) < 1e-5 and abs(want - nll) > 1e-3
     out['loss'].backward()
@@ -361,6 +361,13 @@ def test_flops_count_the_matrices_and_the_pairs_of_the_pattern(name, values):
         weights += len(keys) * 2 * C * C + len(queries) * (2 * C * C + 3 * C * 3 * C)  # k and v; q, output and MLP
         pairs += int(attn_kernels._whole_mask(model.sees, T, None, keys, queries, 'cpu').sum())
     assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * C * pairs / T)
+
+
+@pytest.mark.parametrize('T, window', [(5000, None), (5000, 300), (20_000, 700)])
+def test_sampled_queries_give_the_mean_number_of_keys(T, window):
+    n = T if window is None else window + 1
+    keys = attn_kernels.mean_keys(small_model('standard', dict(window=window)).sees, T)
+    assert keys == pytest.approx(n - n * (n - 1) / 2 / T, rel=1e-3)
 
 
 @pytest.mark.parametrize('path, millions', [

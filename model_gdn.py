@@ -313,7 +313,7 @@ class Cache:
         kept[:, :m] = x[self.rows, self.run_start + self.position[:m]]
 
     def join(self, name, x):
-        """Prepend the W - 1 inputs before the call to x (B, n, ...), and store the new window."""
+        """Prepend the last W - 1 inputs to x (B, n, ...), and store the new window."""
         window = self.window[name]
         x = torch.cat([window[self.rows, self.before_idx].to(x.dtype), x], 1)
         self.keep(window, x)

@@ -100,7 +100,7 @@ def analyse(run, s):
 
 
 def costs(model):
-    """Return multiply-adds per decoded token (weights and head) and cache bytes per token."""
+    """Return multiply-adds per decoded token, without attention, and cache bytes per token."""
     c = model.config
     used = [p for part in ('blocks', 'correction', 'extra') if hasattr(model, part)
             for p in getattr(model, part).parameters() if p.dim() >= 2]  # variant tied uses its shared weights twice

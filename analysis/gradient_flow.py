@@ -168,7 +168,7 @@ def shortest_document(s: Settings) -> int:
 
 
 def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
-    """Draw ascending steps from a document of n_tokens, leaving room for losses max_k later."""
+    """Draw ascending steps of a document of n_tokens, each followed by at least max_k losses."""
     return sorted(rng.sample(range(s.block_size // 16, n_tokens - s.max_k - 1), s.positions))
 
 

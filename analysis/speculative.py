@@ -65,7 +65,7 @@ def draft_lengths(text: str, model, draft) -> list[int | str]:
 
 
 def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int]]:
-    """Return the starts of validation documents. Raises UserError if they exceed the context."""
+    """Return the starts of validation documents. UserError if prompt and new tokens do not fit."""
     T, block_size = s.prompt_tokens, record['settings']['block_size']
     if T + s.new_tokens > block_size:
         raise UserError(f'{T} prompt tokens and {s.new_tokens} new ones do not fit the context of {block_size} tokens '

@@ -36,7 +36,7 @@ STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes
                           '--new_tokens=128']),
     'scans': (90, ['-m', 'bench.scans']),
     'generate': (60, ['-m', 'bench.generate']),
-    'inference': (90, ['-m', 'bench.inference', '--scales=xs,s']),  # all five take longer
+    'inference': (90, ['-m', 'bench.inference', '--scales=xs,s']),  # all five scales take longer
     'objectives': (60, ['-m', 'bench.train_step', 'objectives']),
     'context_ready': (60, ['-m', 'bench.context_ready']),
     'train_step': (50, ['-m', 'bench.train_step']),

@@ -33,7 +33,7 @@ def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Ca
     torch.manual_seed(0)
     file = runs.model_file(name)
     model = file.Model(file.Config(scan=form.split()[0], **values)).to(DEVICE)
-    for p in model.parameters():  # replaces zero matrices, which would make gradients zero
+    for p in model.parameters():  # all: zero matrices would make other gradients zero
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.03)
     tokens = torch.randint(0, model.config.n_ids, (2, batch_size, T), device=DEVICE)

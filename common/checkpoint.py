@@ -93,7 +93,7 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
 def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: bool = False) -> None:
     """Write ckpt/step_<step> of a run folder atomically.
 
-    tensors: weights and moments (a '/' in the name). state: a dict for state.json. Call it on all
+    tensors: weights and moments (names with '/'). state: a dict for state.json. Call it on all
     processes if tensors are sharded. UserError if the disk is full or a tensor is not finite.
     """
     ckpt, bad = Path(folder) / 'ckpt', first_nonfinite(tensors)

@@ -65,7 +65,7 @@ def print_memory(s, model, n_processes: int) -> None:
     dtype = pick_dtype(s.dtype, 'cuda')
     try:
         fixed, per_row = activation_bytes(model, dtype, s.block_size)
-    except (RuntimeError, NotImplementedError) as error:  # an operator without meta implementation
+    except (RuntimeError, NotImplementedError) as error:  # an operator without a meta implementation
         print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
         return
     needed = held + fixed + per_row * n_rows

@@ -26,7 +26,7 @@ def all_gather(value) -> list:
 
 
 def first_not_none(value):
-    """Return the first value, by rank, that is not None on its process; None if there is none."""
+    """Return the lowest rank's value that is not None, or None if there is none."""
     return next((v for v in all_gather(value) if v is not None), None)
 
 

@@ -142,7 +142,7 @@ def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
 
 
 def same_vocabulary(a: dict, b: dict) -> bool:
-    """Return True if two 'data' records of config.json have the same tokenizer, in any location."""
+    """Return True if two 'data' records have the same tokenizer. A missing file matches any."""
     digests = {tokenizer_digest(a['tokenizer']), tokenizer_digest(b['tokenizer'])} - {None}
     return a['n_ids'] == b['n_ids'] and a['eos_id'] == b['eos_id'] and len(digests) < 2
 
@@ -173,7 +173,7 @@ def extension_starts(s) -> bool:
     return bool(s.extend) and not (s.resume and checkpoints(s.out_dir))
 
 
-# ---- the records of a run in training ----
+# ---- writing a run folder ----
 
 def check_out_dir(folder, overwrite: bool) -> None:
     """Raise UserError if a new run must not be written to this folder."""

@@ -1,4 +1,4 @@
-# SPS, L (831M): SPS paper, table 1. Standard with another attention pattern.
+# SPS, L (831M): SPS paper, table 1. Settings as in Standard.
 from config.standard_l import *
 
 model = 'sps'

@@ -125,7 +125,7 @@ def solve(numbers, target: int, largest: int) -> tuple:
 def combine_pairs(numbers, largest: int):
     """Return the numbers (N, pairs, 4, n - 1) left after each operation on each pair of (N, n).
 
-    The result comes last. 0 marks invalid results and results above `largest`, and stays 0.
+    The result comes last: 0 if it is invalid, above `largest`, or computed from such a 0.
     """
     n = numbers.shape[1]
     a, b = (numbers[:, column] for column in np.transpose(PAIRS[n]))

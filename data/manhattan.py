@@ -144,7 +144,7 @@ class Task:
 
     @cached_property
     def held_out_pairs(self) -> list[tuple[int, int]]:
-        """Return `pairs` random held-out (start, goal) with a path of 1 to max_distance steps."""
+        """Return up to `pairs` held-out (start, goal) pairs at random, 1 to max_distance apart."""
         goals = np.random.default_rng(1).permutation(len(self.nodes))
         distance = self.distances_to(goals)
         within = (distance >= 1) & (distance <= self.max_distance) & self.is_held_out.T[goals]

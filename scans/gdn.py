@@ -56,7 +56,7 @@ def scan_chunks(memory, tokens, is_doc_start, active, chunk_len):
     is_seen, from_memory = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(), log_g.exp().unsqueeze(-1)  # g_t
     if is_doc_start is not None:
         starts = is_doc_start if active is None else is_doc_start & active
-        document = chunks(starts.long().unsqueeze(-1)).cumsum(-1)  # (n_chunks, B, 1, C); 0: as M_0
+        document = chunks(starts.long().unsqueeze(-1)).cumsum(-1)  # (n_chunks, B, 1, C); 0: M_0's document
         is_seen = is_seen & (document.unsqueeze(-1) == document.unsqueeze(-2))
         from_memory = from_memory * (document == 0).unsqueeze(-1)
     # g_t / g_i; masked before exp, which could overflow for i > t

@@ -420,9 +420,9 @@ def delta_step(memory, out, write, q, carry=None, first_key=None):
 
 
 def delta_replay(memory, write, carry=None):
-    """Recompute the memories (S + 1, B, H, K, D) around S steps, starting with `memory`.
+    """Recompute the memories (S + 1, B, H, K, D) before and after S steps, starting with `memory`.
 
-    write, carry: as for `delta_step`, with a leading axis S; first_key is already filled in.
+    write, carry: as for `delta_step`, with a leading axis S; k already has first_key filled in.
     """
     S = len(write[0])
     memories = memory.new_empty(S + 1, *memory.shape)

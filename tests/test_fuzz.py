@@ -1,11 +1,11 @@
 """Fuzzing: on any input, a script ends with a result or with a clear error.
 
 Hypothesis takes a working command, damages its arguments and input files, and calls the script's
-main(argv) in a fork, to avoid imports. A traceback, a signal, a run of more than ten minutes, or a
-change to a file that is not the command's own fails the test.
+main(argv) in a fork, which need not repeat the imports. A traceback, a signal, a run of more than
+ten minutes, or a change to a file that is not the command's own fails the test.
 
-    python -m pytest tests/test_fuzz.py                                       few fixed inputs
-    FUZZ=10000 python -m pytest -n 2 tests/test_fuzz.py --hypothesis-seed=1   10,000 others
+    python -m pytest tests/test_fuzz.py                                       about 300 fixed inputs
+    FUZZ=10000 python -m pytest -n 2 tests/test_fuzz.py --hypothesis-seed=1   10,000 random ones
 
 Read COMMANDS, then the faults, then `check`.
 """
@@ -44,7 +44,7 @@ except ImportError:
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')]
 
-FUZZ = int(os.environ.get('FUZZ', 0))  # number of inputs over all scripts; 0: a few fixed ones
+FUZZ = int(os.environ.get('FUZZ', 0))  # number of inputs over all scripts; 0: about 300 fixed ones
 WAIT = 600  # seconds until a script counts as hanging; most inputs take less than one
 MEMORY = 4 * 2 ** 30  # bytes that a script may use beyond its imports
 STEPS = 3  # training steps before a SIGTERM, because a run over 1e18 tokens is no hang
@@ -231,7 +231,7 @@ def stand_alone() -> None:
     torch.set_num_threads = lambda n: None  # ignore --threads: idle threads spin
     torch.cuda.is_available = lambda: False
     os.environ |= {'HF_HUB_OFFLINE': '1', 'HTTPS_PROXY': 'http://127.0.0.1:1'}  # offline
-    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # read them on import
+    for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # imported before it was set
         sys.modules[name].HF_HUB_OFFLINE = True
     gc.disable()  # a collection would copy the memory shared with the parent
     for module in map(importlib.import_module, ('data', 'data.shards', 'prepare_fineweb')):

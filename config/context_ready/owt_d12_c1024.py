@@ -1,4 +1,4 @@
-# D = 12, C = 1024: tables 2, 6 and A8. guess: batch 32.
+# D = 12, C = 1024: tables 2, 6 and A8. Batch 32 is a guess.
 from config.context_ready.owt_large import *
 
 n_layer = 12

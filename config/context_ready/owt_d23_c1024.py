@@ -1,4 +1,4 @@
-# D = 23, C = 1024: tables 2, 6 and A8. guess: batch 32.
+# D = 23, C = 1024: tables 2, 6 and A8. Batch 32 is a guess.
 from config.context_ready.owt_large import *
 
 n_layer = 23

@@ -1,5 +1,5 @@
 # Common settings of the runs of about 340M multiply-adds (table A1): 200,000 steps, batch 32.
-# guess: the batch of tables 2 and A11, and the K of A11.
+# The batch of tables 2 and A11 and the K of A11 are guesses.
 from config.context_ready.owt import *
 
 batch_size = 32

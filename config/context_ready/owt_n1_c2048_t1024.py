@@ -1,4 +1,4 @@
-# Roformer N = 1, C = 2048, 85,000 steps: initial weights for row 3 of table 4.
+# Roformer N = 1, C = 2048, 85,000 steps: initial weights for the last row of table 4.
 from config.context_ready.owt_long import *
 
 n_layer = 1

@@ -1,5 +1,5 @@
-# Pointer chasing, D = 1 by exact BPTT: table 5 and appendix B (solved after about 16,000 of 50,000
-# steps). Dropout, warm-up and weight decay are not in the paper.
+# Pointer chasing, D = 1, trained by exact BPTT: table 5 and appendix B (solved after about 16,000
+# of 50,000 steps). Dropout, warm-up and weight decay are not in the paper.
 model = 'context_ready'
 data = 'pointer_chasing:hops=10,keys=5,values=10,val_rows=256'
 documents = False

@@ -1,4 +1,4 @@
-# D = 3, C = 74, one head: table A4. guess: batch 64.
+# D = 3, C = 74, one head: table A4. Batch 64 is a guess.
 from config.context_ready.wiki import *
 
 n_layer = 3

@@ -1,4 +1,4 @@
-# D = 5, C = 768, concat: table A12. guess: batch 64.
+# D = 5, C = 768, concat: table A12. Batch 64 is a guess.
 from config.context_ready.wiki import *
 
 n_layer = 5

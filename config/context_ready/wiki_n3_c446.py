@@ -1,4 +1,4 @@
-# Roformer N = 3: tables A2 and A12. guess: batch 64.
+# Roformer N = 3: tables A2 and A12. Batch 64 is a guess.
 from config.context_ready.wiki import *
 
 n_layer = 3

@@ -1,4 +1,4 @@
-# Roformer N = 6, C = 768: table A12. guess: batch 64.
+# Roformer N = 6, C = 768: table A12. Batch 64 is a guess.
 from config.context_ready.wiki import *
 
 n_layer = 6

@@ -1,4 +1,4 @@
-# Delayed State, L (831M): SPS paper, table 1. Standard with another attention pattern.
+# Delayed State, L (831M): SPS paper, table 1. Settings as in Standard.
 from config.standard_l import *
 
 model = 'sps'

@@ -1,4 +1,4 @@
-# Delayed State, M (379M): SPS paper, table 1. Standard with another attention pattern.
+# Delayed State, M (379M): SPS paper, table 1. Settings as in Standard.
 from config.standard_m import *
 
 model = 'sps'

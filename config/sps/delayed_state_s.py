@@ -1,4 +1,4 @@
-# Delayed State, S (131M): SPS paper, table 1. Standard with another attention pattern.
+# Delayed State, S (131M): SPS paper, table 1. Settings as in Standard.
 from config.standard_s import *
 
 model = 'sps'

@@ -1,4 +1,4 @@
-# Delayed State, XL (1.678B): SPS paper, table 1. Standard with another attention pattern.
+# Delayed State, XL (1.678B): SPS paper, table 1. Settings as in Standard.
 from config.standard_xl import *
 
 model = 'sps'

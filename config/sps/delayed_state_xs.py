@@ -1,4 +1,4 @@
-# Delayed State, XS (53M): SPS paper, table 1. Standard with another attention pattern.
+# Delayed State, XS (53M): SPS paper, table 1. Settings as in Standard.
 from config.standard_xs import *
 
 model = 'sps'

@@ -1,4 +1,4 @@
-# Reverse SPS, L (831M): SPS paper, table 1. Standard with another attention pattern.
+# Reverse SPS, L (831M): SPS paper, table 1. Settings as in Standard.
 from config.standard_l import *
 
 model = 'sps'

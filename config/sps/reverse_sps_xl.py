@@ -1,4 +1,4 @@
-# Reverse SPS, XL (1.678B): SPS paper, table 1. Standard with another attention pattern.
+# Reverse SPS, XL (1.678B): SPS paper, table 1. Settings as in Standard.
 from config.standard_xl import *
 
 model = 'sps'

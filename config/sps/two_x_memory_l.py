@@ -1,4 +1,4 @@
-# 2x Memory, L (831M): SPS paper, table 1. Standard with another attention pattern.
+# 2x Memory, L (831M): SPS paper, table 1. Settings as in Standard.
 from config.standard_l import *
 
 model = 'sps'

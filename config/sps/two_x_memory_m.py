@@ -1,4 +1,4 @@
-# 2x Memory, M (379M): SPS paper, table 1. Standard with another attention pattern.
+# 2x Memory, M (379M): SPS paper, table 1. Settings as in Standard.
 from config.standard_m import *
 
 model = 'sps'

@@ -1,4 +1,4 @@
-# 2x Memory, XS (53M): SPS paper, table 1. Standard with another attention pattern.
+# 2x Memory, XS (53M): SPS paper, table 1. Settings as in Standard.
 from config.standard_xs import *
 
 model = 'sps'

@@ -45,8 +45,9 @@ class Settings:
     out_dir: str = 'out/compare'  # folder of the runs and tables
     data: str | None = None  # data of all models; None: from their configs, which must agree
     max_tokens: int | None = None  # training tokens of all models; None: from their configs
-    seeds: int = 5  # runs of each model at its best learning rate; 0: only search the rates
+    seeds: int = 5  # runs of each model at its best learning rate
     jobs: int = 2  # runs trained at a time, with one thread each
+    rates_only: bool = False  # only search the learning rates
 
 
 def loss_of(folder: Path) -> float | None:
@@ -235,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         methods, out = read_methods(s, arguments), Path(s.out_dir)
         out.mkdir(parents=True, exist_ok=True)
         set_best_rates(methods, s.jobs)
-        if not s.seeds:
+        if s.rates_only:
             return print(f'written to {out}/rates.csv')
         runs = train_seeds(methods, s.seeds, s.jobs)
         rows, ((run, *_), *_) = table(runs), runs.values()

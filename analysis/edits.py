@@ -1,4 +1,4 @@
-"""Edited models: subclasses that change one part of a model file. Every script accepts them.
+"""Edited models: subclasses that change one part of a model file. Only common.export refuses them.
 
     python train.py config/gpn_quick.py --model=gpn.NoDecay --out_dir=out/no_decay
     python sample.py out/no_decay "Return the"

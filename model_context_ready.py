@@ -235,7 +235,7 @@ class Model(nn.Module):
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
         self.fast = bool(c.bptt and c.block == 'gpt' and pinned and pinned(self, context_ready))
-        self.shard_blocks = not c.bptt  # scans/ reads the blocks' weights without calling the blocks
+        self.shard_blocks = not c.bptt and c.variant != 'tied'  # these read blocks' weights without calling the blocks
         # Initialises every matrix and bias: set other initial values after this loop.
         # Inferred from model_standard.py: only the attention output is scaled down with depth.
         for name, p in self.named_parameters():

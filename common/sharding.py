@@ -1,7 +1,7 @@
 """FSDP: sharding a model's weights, gradients and moments, and sharded checkpoints.
 
-docs/scale.md explains which weights are gathered when. A model whose blocks read each other's
-weights must set `shard_blocks = False`. Checkpoints can be loaded with any number of processes.
+docs/scale.md explains which weights are gathered when. A model that reads a block's weights
+without calling it must set `shard_blocks = False`. Checkpoints load on any number of processes.
 """
 import warnings
 from pathlib import Path

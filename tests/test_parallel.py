@@ -26,6 +26,7 @@ MODELS = {
     'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
     'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
     'context_ready': ['--model=context_ready', '--learning_rate=1e-3'],
+    'context_ready_tied': ['--model=context_ready', '--variant=tied', '--learning_rate=1e-3'],
     'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
 }
 QUICK = ['standard']  # a long test covers the others

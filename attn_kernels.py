@@ -346,10 +346,7 @@ def n_matrix_weights(module):
 
 
 def mean_keys(sees, T, keys=(0,), queries=None):
-    """Return how many keys the queries of one position attend to, mean over one document of T.
-
-    Takes evenly spaced queries if T > 2,048.
-    """
+    """Return how many keys the queries of a position attend to, mean over T (sampled if > 2048)."""
     queries, n = queries or keys, min(T, 2 ** 22 // T + 1)
     pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().long()
     q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in _sequence(T, queries, 'cpu')))

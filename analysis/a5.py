@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from analysis import figures
 from common.files import UserError
-from common.machine import pick_device
+from common.machine import Device, pick_device
 from common.runs import load_run, read_run
 from data import open_data
 from data.a5 import Task
@@ -24,7 +24,7 @@ class Settings(figures.Settings):
     length: int = 36  # elements per word
     words: int = 10_000  # number of held-out words, the same for all runs (paper: about 100,000)
     batch_size: int = 1000  # words evaluated at a time
-    device: str = 'auto'  # auto, cuda, cpu or mps
+    device: Device = 'auto'  # auto, cuda, cpu or mps
 
 
 def trained_length(run) -> int:

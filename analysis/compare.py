@@ -207,8 +207,8 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
         has_cache = getattr(model, 'new_cache', None)
         row = {'model': name, 'parameters': count_parameters(model),
                'state_bytes': model.new_cache(1, settings.block_size).nbytes if has_cache else None,
-               'lr': settings.learning_rate,
-               'tokens': settings.max_tokens, 'flops': figures.flops_per_token(run) * settings.max_tokens,
+               'lr': settings.learning_rate, 'tokens': settings.max_tokens,
+               'flops': (figures.flops_per_token(run) or 0) * settings.max_tokens or None,
                'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
                'perplexity': perplexity(loss),
                **dict.fromkeys(['minus_first', 'its_low', 'its_high']), 'losses': ' '.join(map(repr, values))}
@@ -223,9 +223,9 @@ def loss_table(rows: list[dict]) -> str:
     return markdown_table([{
         'model': r['model'], 'parameters': f'{r["parameters"]:,}',
         'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
-        'tokens': f'{r["tokens"]:,}', 'FLOPs': f'{r["flops"]:.3g}', 'tokens/s': f'{r["tokens_per_s"]:,.0f}',
-        'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}', '95%': figures.interval_text(r['low'], r['high']),
-        'perplexity': f'{r["perplexity"]:.3f}',
+        'tokens': f'{r["tokens"]:,}', 'FLOPs': '' if r['flops'] is None else f'{r["flops"]:.3g}',
+        'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}',
+        '95%': figures.interval_text(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}',
         f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
         '95% of that': figures.interval_text(r['its_low'], r['its_high'], '+')} for r in rows])
 

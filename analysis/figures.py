@@ -17,7 +17,7 @@ import torch
 
 from common.continuing import MAY_CHANGE
 from common.files import UserError, command, friendly_errors, warn_once
-from common.machine import pick_device, pick_dtype
+from common.machine import Device, pick_device, pick_dtype
 from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
 from data.shards import Data
@@ -38,7 +38,7 @@ class Settings:
 @dataclass
 class ModelSettings(Settings):
     data: str | None = None  # data folder or task; None: the runs' own data
-    device: str = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
+    device: Device = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
 
 
 # ---- one run ----
@@ -70,7 +70,9 @@ def autocast(dtype: str, device: torch.device):
 
 def model_name(record: dict) -> str:
     """Return the method of a run, or its model if it has none. record: the run's config.json."""
-    return str(record['model_config'].get('method', record['model']))
+    model = str(record['model'])
+    method = record['model_config'].get('method', model)
+    return method if model in ('sps', method) else f'{model} {method}'  # such as a fork of model_sps
 
 
 def settings_of(run: str) -> TrainSettings:
@@ -218,7 +220,7 @@ def group(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, list[st
             parts = longer
     labels = [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
     if len(set(labels)) < len(labels):  # different values may look the same when shortened
-        labels = [f'{label}, {Path(runs_of_label[0]).name}' for label, runs_of_label in zip(labels, folders)]
+        labels = [f'{label}, {runs_of_label[0]}' for label, runs_of_label in zip(labels, folders)]
     return dict(zip(labels, folders))
 
 
@@ -266,17 +268,22 @@ def curves_of(runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset
     return curves
 
 
-def finished(runs: list[str]) -> list[str]:
-    """Return the finished runs, one per seed, of runs that differ only in the seed."""
+def one_per_seed(runs: list[str], value_of: Callable) -> dict:
+    """Return {run: value_of(run)} of the readable runs, of runs that differ only in the seed."""
     seeds = {}
 
-    def check(run):
-        final_loss(run)
-        seed = settings_of(run).seed
+    def checked_value(run):
+        value, seed = value_of(run), read_run(run)['settings']['seed']
         if seed in seeds:
             raise UserError(f'{run} duplicates {seeds[seed]}: all settings are equal, including the seed ({seed})')
         seeds[seed] = run
-    return list(map_readable(runs, check))
+        return value
+    return map_readable(runs, checked_value)
+
+
+def finished(runs: list[str]) -> list[str]:
+    """Return the finished runs, one per seed, of runs that differ only in the seed."""
+    return list(one_per_seed(runs, final_loss))
 
 
 def usable_runs(runs: list[str]) -> list[str]:
@@ -315,7 +322,8 @@ def curve(runs: list[str], key: str = 'val', what: str = 'validation loss', minu
     Only steps that every run logged are included. minus: {seed: run whose value is subtracted}.
     gpu_hours is None unless all runs used GPUs. flops is of the first run, None if unknown.
     """
-    logs = [records_of(run, key, minus) for run in runs]
+    found = one_per_seed(runs, lambda run: records_of(run, key, minus))
+    runs, logs = list(found), list(found.values())
     versions, flops, points = [read_run(run)['versions'] for run in runs], flops_per_token(runs[0]), []
     gpus = [v.get('processes', 1) if str(v.get('device')).startswith('cuda') else 0 for v in versions]
     for tokens in sorted(set.intersection(*map(set, logs))):

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from analysis import figures
 from common.files import UserError
-from common.machine import make_progress
+from common.machine import DType, make_progress
 
 STREAMS = 'x', 'rho'
 TREND = 21  # smoothing window in offsets (the paper's script)
@@ -41,7 +41,7 @@ class Settings(figures.ModelSettings):
     block_size: int = 1024  # tokens read of each document, at most the runs' training windows
     max_k: int | None = None  # largest k; None: half of block_size
     batch_size: int = 8  # losses per backward pass
-    dtype: str = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+    dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
 
 # ---- the gradient of a position's own parameters ----

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from analysis import figures
 from common.files import UserError
-from common.machine import make_progress
+from common.machine import DType, make_progress
 from data.shards import Data
 from train import make_optimizer
 
@@ -27,7 +27,7 @@ class Settings(figures.ModelSettings):
     steps: int = 20_000  # training steps of the probes
     learning_rate: float | None = None  # learning rate of the probes; None: the run's
     eval_tokens: int = 1_000_000  # validation tokens to evaluate the probes on, or all if there are fewer
-    dtype: str = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+    dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:

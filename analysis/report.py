@@ -73,7 +73,7 @@ def points(found: dict[str, dict], labels: dict[str, str]) -> list[dict]:
     for run, about in found.items():
         for key in dict.fromkeys(key for record in about['log'] for key in record if key not in X_KEYS):
             line = [record for record in about['log'] if figures.is_number(record.get(key))]
-            rows += [{'run': Path(run).name, 'label': labels[run], 'what': NAMES.get(key, key), 'value': r[key]}
+            rows += [{'run': run, 'label': labels[run], 'what': NAMES.get(key, key), 'value': r[key]}
                      | dict(zip(AXES, (r['tokens'], about['flops'] and about['flops'] * r['tokens'],
                                        r['seconds'] / 60, r['step'])))
                      for r in line[::max(1, ceil(len(line) / MAX_POINTS))]]

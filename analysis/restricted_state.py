@@ -19,7 +19,7 @@ import torch
 
 from analysis import figures
 from common.files import UserError
-from common.machine import make_progress
+from common.machine import DType, make_progress
 from common.scoring import target_log_probs
 
 TREND = 201  # smoothing window in positions (the paper's script)
@@ -31,7 +31,7 @@ class Settings(figures.ModelSettings):
     n_documents: int = 8000  # number of validation documents: the first that are long enough
     block_size: int = 2048  # tokens read per document, capped at the runs' training window
     batch_size: int = 4  # documents evaluated at a time
-    dtype: str = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+    dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
 
 def restricted(model, omega: int, run='the model'):

@@ -21,8 +21,8 @@ def sweep(runs: list[str]) -> list[dict]:
     for run in runs:
         window = getattr(saved_config(read_run(run), run), 'window', None)
         by_window.setdefault(inf if window is None else window, []).append(run)
-    return [{'window': window} | figures.spread(figures.final_losses(by_window[window]))
-            for window in sorted(by_window)]
+    found = figures.map_readable(sorted(by_window), lambda window: figures.final_losses(by_window[window]))
+    return [{'window': window} | figures.spread(losses) for window, losses in found.items()]
 
 
 def window_name(window: float) -> str:

@@ -36,7 +36,6 @@ TEXTS = SimpleNamespace(  # settings `s` of the functions below for train.py --d
 
 # ---- which files ----
 
-
 def format_of(file: str) -> str | None:
     return FORMATS.get(Path(file.removesuffix('.gz').removesuffix('.zst')).suffix)
 

@@ -68,7 +68,6 @@ def _compiles_c(device_type):
 
 # ---- weights: norms folded in, one product for everything that reads the same vector ----
 
-
 class Sizes(NamedTuple):
     """Sizes that the scan needs from a Config."""
 
@@ -486,7 +485,6 @@ def delta_step_backward(grad, memory, write, q, grad_read, carry=None):
 
 # ---- steps on a GPU ----
 
-
 def unbind_steps(tensors):
     """Turn {name: (S, ...)} into S namespaces; one unbind is faster than indexing each step."""
     return [SimpleNamespace(**dict(zip(tensors, row))) for row in zip(*(x.unbind() for x in tensors.values()))]
@@ -808,7 +806,6 @@ class CSteps:
 
 # ---- the operator over a window: a custom op, so that the compiler sees no loop ----
 
-
 def uses_c(device):
     return device.type == 'cpu' and not attn_kernels.KERNELS_ON_CPU
 
@@ -972,7 +969,6 @@ def scan_window(model, u, carry_mask=None):
 
 
 # ---- decoding ----
-
 
 class Decoder:
     """Decoding with weights folded once: `first_state` and `advance` of the model, on s, k, M."""

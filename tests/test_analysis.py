@@ -49,7 +49,14 @@ def test_labels_hold_only_settings_that_differ(tmp_path, capsys):
     figures.curves_of(runs[2:], figures.curve)
     assert 'window=None: also min_lr=0.1\n' in capsys.readouterr().out
     alike = [write_run(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
-    assert list(figures.group(alike)) == ['standard, data_a', 'standard, data_b']
+    assert list(figures.group(alike)) == [f'standard, {tmp_path}/data_a', f'standard, {tmp_path}/data_b']
+
+
+def test_forks_and_copies_of_a_run_are_not_averaged_with_it(tmp_path, capsys):
+    sps, copy, fork = (write_run(tmp_path / name, [4.0], model, method='sps')
+                       for name, model in (('a', 'sps'), ('b', 'sps'), ('c', 'mysps')))
+    assert list(figures.curves_of([sps, copy, fork], figures.curve)) == ['sps', 'mysps sps']
+    assert figures.curve([sps, copy])[-1]['seeds'] == 1 and 'b duplicates' in capsys.readouterr().err
 
 
 def line(*losses, cost=1):

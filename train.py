@@ -214,17 +214,17 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
     """
     model.eval()
     with machine.autocast():
-        parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
-                                   machine.device)
-        found = {'val': parts['nll'], **{f'val_{k}': mean for k, mean in parts.items() if k not in ('loss', 'nll')}}
+        scores = {}  # before the loss: FSDP prefetches what ran last, which must be equal on all processes
         if machine.rank == 0:
             if hasattr(data, 'score'):
-                found |= data.score(model, machine.device, s.micro_batch_size)
+                scores |= data.score(model, machine.device, s.micro_batch_size)
             if s.acceptance_prompts:
                 from common.speculative import acceptance
-                found['acceptance'] = acceptance(model, data, s)
+                scores['acceptance'] = acceptance(model, data, s)
+        parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
+                                   machine.device)
     model.train()
-    return found
+    return {'val': parts['nll'], **{f'val_{k}': mean for k, mean in parts.items() if k not in ('loss', 'nll')}} | scores
 
 
 # ---- the training run ----

@@ -18,7 +18,7 @@ STEPS = 50
 MODELS = {
     'standard': ['--model=standard', '--checkpoint_blocks=True'],
     'sps': ['--model=sps', '--window=4'],
-    'nextlat': ['--model=nextlat', '--horizon=3'],
+    'nextlat': ['--model=nextlat', '--horizon=3', '--acceptance_prompts=2'],
     'mtp': ['--model=mtp', '--horizon=2'],
     'jtp': ['--model=jtp', '--horizon=2'],
     # Sharded as one group (some read weights without calling modules). Low rates limit rounding.

@@ -21,7 +21,7 @@ class RunConfig(PretrainedConfig):
 
     def __init__(self, model_config: dict | None = None, **kwargs):
         self.model_config = model_config or {}
-        super().__init__(**kwargs)
+        super().__init__(**{'tie_word_embeddings': True, **kwargs})
 
 
 class RunForCausalLM(PreTrainedModel, GenerationMixin):
@@ -33,19 +33,14 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
             self.model = Model(Config(**config.model_config))
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         own = dict(self.model.named_parameters())
-        self.tied = {name: next(o for o in own if own[o] is self.model.get_parameter(name))
-                     for name in names if name not in own}
-        self._keys_to_ignore_on_load_missing = [f'model.{name}' for name in self.tied]
+        self._tied_weights_keys = {
+            f'model.{name}': next(f'model.{o}' for o in own if own[o] is self.model.get_parameter(name))
+            for name in names if name not in own}
         self.decoding = None  # during `generate`: (cache, its tokens, their padding, its size)
         self.post_init()
 
     def _init_weights(self, module):
         """Do nothing: the model initializes its own weights."""
-
-    def tie_weights(self, *args, **kwargs):
-        for name, original in self.tied.items():
-            module, _, parameter = name.rpartition('.')
-            setattr(self.model.get_submodule(module), parameter, self.model.get_parameter(original))
 
     def forward(self, input_ids, attention_mask=None, labels=None, decode=False, **kwargs):
         """Return logits (B, T, V) for input_ids (B, T), and the loss if there are labels.

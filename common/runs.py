@@ -224,12 +224,13 @@ def start_run(s, config, data, machine) -> None:
     """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
     remove_run(s.out_dir)  # `check_out_dir` requires --overwrite
     this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
+    parent = read_run(s.init_from or s.extend)['data'] if s.init_from or s.extend else {}
     save_run(s.out_dir, {
         'model': s.model,
         'settings': {**dataclasses.asdict(s), **this_start, 'dtype': str(machine.dtype)[6:]},
         'model_config': dataclasses.asdict(config),
         'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id,
-                 'bos': data.bos, 'sha256': data.sha256},
+                 'bos': data.bos, 'sha256': data.sha256, **({'ends': parent['ends']} if 'ends' in parent else {})},
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device),
                      'processes': machine.world}})
 

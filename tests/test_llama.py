@@ -176,9 +176,11 @@ def test_an_imported_model_can_be_trained_as_any_architecture(args, keeps, tiny_
     """Uses the settings of the source; new parts leave the logits at step 0 unchanged."""
     make_folder(tmp_path / 'folder', 'Llama 3')
     import_run(tmp_path / 'folder', tmp_path / 'source')
-    out = tmp_path / 'run'
+    out, source = tmp_path / 'run', runs.read_run(tmp_path / 'source')
+    runs.save_run(tmp_path / 'source', source | {'data': source['data'] | {'ends': [7, 256]}})
     result = succeeded(start_from(tmp_path / 'source', out, tiny_data, *args))
     record = runs.read_run(out)
+    assert record['data']['ends'] == [7, 256]
     assert record['model_config']['n_kv_head'] == 2 and record['model_config']['eos_id'] is None
     if keeps:
         assert f'{keeps} ' in result.stdout.replace(',', ' ') and 'the logits differ by at most' in result.stdout

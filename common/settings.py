@@ -21,7 +21,8 @@ from collections.abc import Callable
 from common.files import ROOT, UserError, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: integers up to here are exact as floats and in JSON
-SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size',  # at least 1; next lines: analysis/
+SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size', 'K', 'k_min', 'segment_len',
+         'chunk_len', 'predict_layers', 'head_size', 'n_kv_head',  # at least 1; next lines: analysis/
          'seeds', 'jobs', 'steps', 'batches', 'n_documents', 'positions', 'max_k', 'offsets', 'words', 'n_prompts',
          'prompt_tokens', 'n_walks', 'n_prefixes', 'max_degree', 'tokens', 'unigram_tokens', 'batch',
          'prompt', 'new', 'rounds'}

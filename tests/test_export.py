@@ -71,6 +71,7 @@ def test_every_architecture_runs_in_transformers(tmp_path, name):
     model, own = make_run(tmp_path / 'run', name, eos_id=256 if name == 'sps' else None)
     export.export_run(tmp_path / 'run', tmp_path / name, as_llama=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=name != 'standard')
+    theirs.save_pretrained(tmp_path / 'again')
     idx, mask = torch.randint(0, 256, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
     mask[1, :5], mask[2, 17:] = 0, 0
     with torch.no_grad():

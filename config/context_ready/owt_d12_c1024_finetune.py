@@ -1,4 +1,4 @@
-# N = 12 to D = 12, C = 1024: table A11, 50,000 steps after Roformer's. Guesses: batch 32, K = 5.
+# N = 12 to D = 12, C = 1024: table A11, 50,000 further steps. Guesses: batch 32, K = 5.
 from config.context_ready.owt_large import *
 
 n_layer = 12

@@ -1,4 +1,4 @@
-# N = 24 to D = 24, C = 1024: table A11, 18,000 steps after Roformer's. Guesses: batch 32, K = 5.
+# N = 24 to D = 24, C = 1024: table A11, 18,000 further steps. Guesses: batch 32, K = 5.
 from config.context_ready.owt_large import *
 
 n_layer = 24

@@ -11,7 +11,6 @@ Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to
 are 95% by Student's t. Differences to the first model are paired by seed, because runs with one
 seed see the same batches. The state is the fp32 decoding cache after one window of tokens.
 """
-import functools
 import re
 import shlex
 import statistics
@@ -58,16 +57,10 @@ def loss_of(folder: Path) -> float | None:
         return inf if (folder / DIVERGED).exists() else None
 
 
-@functools.cache
-def checksum(data: str) -> str:
-    """Return the SHA-256 of a data set."""
-    return open_data(data).sha256
-
-
 def check_same(folder: Path, args: list[str]) -> None:
     """Raise UserError if the folder's run has other settings or data than args."""
     wanted, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
-    if checksum(wanted.data) != read_run(folder)['data']['sha256']:
+    if open_data(wanted.data).sha256 != read_run(folder)['data']['sha256']:
         raise UserError(f'{folder} was trained on other data than {wanted.data}: give another --out_dir')
 
 
@@ -89,8 +82,8 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
 
     def train(folder):
         resume = '--resume' if checkpoints(folder) else '--overwrite'
-        command = [sys.executable, 'train.py', *todo[folder], f'--out_dir={folder.absolute()}', '--threads=1', resume]
-        return folder, subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        command = [sys.executable, str(ROOT / 'train.py'), *todo[folder], f'--out_dir={folder}', '--threads=1', resume]
+        return folder, subprocess.run(command, capture_output=True, text=True)
 
     pool = ThreadPoolExecutor(jobs)
     try:

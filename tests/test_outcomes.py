@@ -122,6 +122,8 @@ def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
 def test_constant_runs_count_to_the_end_and_cosine_gives_a_clear_error(tmp_path):
     constant = length_run(tmp_path / 'constant', 'standard', [3.0, 2.0, 1.0], 200, schedule='constant')
     assert [p['mean'] for p in tokens_to_match.constant_rate([constant]).points] == [2.0, 1.0]
+    half = length_run(tmp_path / 'half', 'standard', [3.0, 2.0], 200)
+    assert_sentence(run('-m', 'analysis.tokens_to_match', half), 'was last evaluated at 100 of 200 tokens')
     cosine = length_run(tmp_path / 'cosine', 'standard', [3.0, 2.0], 2000, schedule='cosine')
     assert_sentence(run('-m', 'analysis.tokens_to_match', cosine), 'without a constant learning rate')
 

@@ -22,6 +22,7 @@ import torch
 
 from analysis import figures
 from common.files import UserError
+from common.run_settings import check_windows
 from common.validation import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -77,6 +78,7 @@ def analyse(run, s):
     if record['model'] != 'context_ready':
         raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
     c, T = model.config, record['settings']['block_size']
+    check_windows(data, T)
     windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))
     counts, nats, moves, unrolls = [], [], [], []
     for a in range(0, len(windows), s.batch_size):

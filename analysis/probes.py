@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from analysis import figures
 from common.files import UserError
 from common.machine import DType, make_progress
+from common.run_settings import check_windows
 from data.shards import Data
 from train import make_optimizer
 
@@ -93,6 +94,7 @@ def measure(run: str, s: Settings) -> list[float]:
         raise UserError(f'{data.folder} is a task and has no text: give --data=FOLDER')
     if s.offsets > t.block_size:
         raise UserError(f'offsets is {s.offsets}: expected at most {t.block_size}, the training window of {run}')
+    check_windows(data, t.block_size)
     model.requires_grad_(False)
     torch.manual_seed(t.seed)
     width = states(model, torch.zeros(1, 2, dtype=torch.int64, device=device), s).shape[-1]

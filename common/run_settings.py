@@ -98,9 +98,14 @@ def check_settings(s, data, world) -> None:
              f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb')):
         if wrong:
             raise UserError(sentence)
-    for split in ('train', 'val'):
-        if data.n_windows(split, s.block_size) < 1:
-            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for a window of '
-                            f'block_size = {s.block_size}: use a smaller block_size or more data')
+    check_windows(data, s.block_size)
     if s.sample_tokens and not s.dry_run:
         load_tokenizer(data.tokenizer)  # fail now, not after training
+
+
+def check_windows(data, block_size: int) -> None:
+    """Raise UserError unless both splits have a window of block_size tokens."""
+    for split in ('train', 'val'):
+        if data.n_windows(split, block_size) < 1:
+            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for a window of '
+                            f'block_size = {block_size}: use a smaller block_size or more data')

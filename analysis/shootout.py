@@ -17,7 +17,6 @@ shootout.png and report.html (`analysis.report`) to out_dir.
 """
 from bisect import bisect_left
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 import torch
@@ -197,16 +196,6 @@ def markdown(rows: list[dict], s: Settings) -> str:
     return '\n'.join(lines)
 
 
-def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front of points (x, y), smaller being better in both, sorted by x."""
-    found, lowest = [], inf
-    for x, y in sorted(points):
-        if y < lowest:
-            found.append((x, y))
-            lowest = y
-    return found
-
-
 def plot(rows: list[dict], path) -> None:
     """Draw loss over training FLOPs (all budgets), decoding time and state size (equal FLOPs)."""
     length = max(CONTEXTS)
@@ -224,8 +213,6 @@ def plot(rows: list[dict], path) -> None:
             axes.errorbar([x_of(r) for r in points], [r['loss'] for r in points],
                           [[0 if r['low'] is None else r['high'] - r['loss'] for r in points]] * 2, marker='o',
                           markersize=4, capsize=3, linewidth=1, label=label, color=style['color'])
-        edge = front([(x_of(r), r['loss']) for r in shown])
-        axes.plot(*zip(*edge), color='black', linewidth=0.8, linestyle=':', label='Pareto front', zorder=0)
         axes.set_xscale('log')
         figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=xlabel, title=title)

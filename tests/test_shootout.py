@@ -83,10 +83,6 @@ def test_the_results_page_matches_its_csv(name):
             assert any(cell in line for line in lines for cell in cells), row
 
 
-def test_the_pareto_front_has_the_undominated_points():
-    assert shootout.front([(3, 1.0), (1, 2.0), (2, 2.5), (2, 1.5), (4, 1.0)]) == [(1, 2.0), (2, 1.5), (3, 1.0)]
-
-
 @pytest.mark.long
 def test_two_models_run_end_to_end(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(shootout, 'CONTEXTS', (64, 128))

@@ -127,18 +127,6 @@ def drafts(run) -> dict[str, float]:
     return {'tokens accepted a draft': found.accepted_per_step}
 
 
-def probed(run) -> dict[str, float]:
-    """Return the loss of a linear probe 20 tokens ahead, from `analysis.probes`."""
-    *_, last = probes.measure(run, probes.Settings(offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3))
-    return {'nats of a probe 20 ahead': last}
-
-
-def map_rank(run) -> dict[str, float]:
-    """Return the effective rank of states on walks, from `analysis.manhattan`."""
-    row, _ = manhattan.measure(run, manhattan.Settings(n_walks=500, n_prefixes=500))
-    return {'effective rank': row['rank']}
-
-
 def gpn_states(run) -> dict[str, float]:
     """Return statistics of `analysis.gpn_state`, from eight batches of eight validation windows."""
     rows = gpn_state.analyse(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
@@ -173,8 +161,10 @@ STATISTICS = {  # name: function(run folder) -> dict that has this name as a key
     'contraction L, windows pooled': unrolls,
     'gap that K = 3 closes': unrolls,
     'tokens accepted a draft': drafts,
-    'nats of a probe 20 ahead': probed,
-    'effective rank': map_rank,
+    'nats of a probe 20 ahead': lambda run: {'nats of a probe 20 ahead': probes.measure(run, probes.Settings(
+        offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3))[-1]},
+    'effective rank': lambda run: {'effective rank': manhattan.measure(run, manhattan.Settings(
+        n_walks=500, n_prefixes=500))[0]['rank']},
     'levels solved': lambda run: {'levels solved': last_score(run, 'levels_solved')},
     'whole paths': lambda run: {'whole paths': last_score(run, 'accuracy')},
     'right states beyond the trained length': states_beyond,

@@ -117,22 +117,10 @@ def writes_to_imported(source):
     return found
 
 
-@pytest.mark.parametrize('source, expected', [
-    ('import torch.nn.functional as F\nF.dropout = f', 'F.dropout'),
-    ("from unittest import mock\nimport data\nmock.patch.object(data, 'x', 1)", "mock.patch.object(data, 'x', 1)"),
-    ("import data\nsetattr(data, 'x', 1)", "setattr(data, 'x', 1)"),
-    ('def f(module):\n    module.forward = g', 'module.forward'),
-    ("import torch\ntorch.library.Library('aten', 'IMPL')", "torch.library.Library('aten', 'IMPL')"),
-    ("import os\nx.y = 1\nself.forward_pass = 2\nos.environ['a'] = 'b'", None)])
-def test_writes_to_imported_modules_are_found(source, expected):
-    assert writes_to_imported(source) == ([expected] if expected else [])
-
-
-@pytest.mark.parametrize('folder', ['.', 'common', 'data', 'scans', 'analysis', 'bench'])
-def test_nothing_patches_another_module_or_a_library(folder):
-    found = {(str(path.relative_to(ROOT)), name) for path in (ROOT / folder).glob('*.py')
-             for name in writes_to_imported(path.read_text())}
-    assert found - ALLOWED_WRITES == set()
+def test_nothing_patches_another_module_or_a_library():
+    found = {(str(path.relative_to(ROOT)), name) for folder in ('', 'common', 'data', 'scans', 'analysis', 'bench')
+             for path in (ROOT / folder).glob('*.py') for name in writes_to_imported(path.read_text())}
+    assert found == ALLOWED_WRITES
 
 
 TINY_QUICKSTART = '''

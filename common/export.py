@@ -17,6 +17,7 @@ if __name__ == '__main__':
 import dataclasses
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,6 @@ from common.settings import load_settings
 from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vocab
 
 LINEAR = ',1e9,2e9,1'  # suffix of a rope_scaling that divides all frequencies by one factor
-CHAT_TEMPLATE = 'chat_template.jinja'  # copied from an imported folder into the run folder
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 
 
@@ -125,7 +125,7 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     if folder.exists():
         raise UserError(f'{folder} already exists: choose a new folder')
     record = runs.read_run(run)
-    c, data, block_size = runs.saved_config(record, run), record['data'], record['settings']['block_size']
+    c, data, block_size = runs.portable_config(record, run), record['data'], record['settings']['block_size']
     reason = llama_mismatch(record, c)
     if as_llama and reason:
         raise UserError(f'{run} {reason}, which is not supported for Llama: use --to_hf')
@@ -138,8 +138,8 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it owner-only
     GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
-    if (run / CHAT_TEMPLATE).is_file():
-        write_file(folder / CHAT_TEMPLATE, (run / CHAT_TEMPLATE).read_bytes())
+    if (run / runs.CHAT_TEMPLATE).is_file():
+        shutil.copy(run / runs.CHAT_TEMPLATE, folder)
     print(f'{folder} is a Hugging Face folder: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
           f'{", trust_remote_code=True" if reason else ""})')
     if not reason and c.eos_id is not None:
@@ -155,9 +155,10 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
         raise UserError(f'{record["model"]} is a subclass: only a model file can be exported')
     folder.mkdir(parents=True)
     RunConfig(
-        model_config=dataclasses.asdict(c), vocab_size=n_rows, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
+        model_config=dataclasses.asdict(c), vocab_size=n_rows,
+        hidden_size=getattr(c, 'n_embd', None), num_hidden_layers=getattr(c, 'n_layer', None),
         max_position_embeddings=record['settings']['block_size'], eos_token_id=ends,
-        architectures=['RunForCausalLM'], dtype=tensors['embed.weight'].dtype, auto_map={
+        architectures=['RunForCausalLM'], dtype=next(iter(tensors.values())).dtype, auto_map={
             'AutoConfig': 'hf_model.RunConfig', 'AutoModelForCausalLM': 'hf_model.RunForCausalLM'},
     ).save_pretrained(folder)
     save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
@@ -210,7 +211,7 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
             'versions': {'torch': torch.__version__}})
         copy_tokenizer(run, own.name, eos_token)
         if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
-            write_file(run / CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
+            write_file(run / runs.CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
     sample = command('sample.py', run, 'Once upon a time')
     print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: {sample}; finetune: train.py with '
           f'{shlex.quote(f"--init_from={run}")}')

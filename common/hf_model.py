@@ -89,6 +89,8 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
         cache is refilled if its texts changed, for example by beam search.
         """
         B, T = input_ids.shape
+        if not hasattr(self.model, 'new_cache'):
+            return self.model.logits(tokens)[torch.arange(B), T - n_pads - 1, :self.config.vocab_size]
         cache, held, held_pads, size = self.decoding or (None, input_ids[:, :0], n_pads, 0)
         n = held.shape[1]
         is_same = len(held) == B and n < T <= size and held.equal(input_ids[:, :n]) and held_pads.equal(n_pads)

@@ -18,7 +18,7 @@ from typing import TextIO
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import ROOT, UserError, command, first_line, locked, read_json, write_json
+from common.files import ROOT, UserError, command, first_line, locked, read_json, warn_once, write_json
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -28,6 +28,7 @@ REQUIRED_KEYS = {  # required keys of config.json, besides the settings of train
     'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,
     'versions': dict, 'data': dict, 'data.tokenizer': str, 'data.n_ids': int, 'data.eos_id': int, 'data.bos': bool,
     'data.sha256': str}
+CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported chat model
 EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written by eval.py and analysis.speculative
 
 
@@ -54,8 +55,11 @@ def model_file(name: str) -> ModuleType | SimpleNamespace:
 
 
 def make_config(model_name: str, values: dict):
-    """Return a model file's Config with these values. UserError for invalid values."""
-    return make_settings(model_file(model_name).Config, values, f'for model {model_name!r}')
+    """Return a model file's Config with these values. UserError for invalid values or defaults."""
+    Config, where = model_file(model_name).Config, f'for model {model_name!r}'
+    config = make_settings(Config, values, where)
+    make_settings(Config, json.loads(json.dumps(dataclasses.asdict(config))), where)  # as config.json will be read
+    return config
 
 
 def saved_config(record: dict, folder):
@@ -63,15 +67,25 @@ def saved_config(record: dict, folder):
     return make_settings(model_file(record['model']).Config, record['model_config'], f'in {folder}/config.json')
 
 
+def portable_config(record: dict, folder):
+    """Return a run's `saved_config`, without choices of kernels that another machine may lack."""
+    config = saved_config(record, folder)
+    for name in ('attention', 'scan'):
+        if getattr(config, name, 'loop') != 'loop':
+            setattr(config, name, 'auto')
+    return config
+
+
 def meta_model(model_name: str, config) -> torch.nn.Module:
-    """Return a model on the meta device, for names, shapes, costs. UserError if it is too large."""
+    """Return a model on the meta device, for names, shapes, costs. UserError if that fails."""
     try:
         with torch.device('meta'):
             return model_file(model_name).Model(config)
     except (RuntimeError, TypeError) as error:
-        if 'overflow' not in str(error).lower():
+        if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
             raise
-        raise UserError(f'model {model_name!r} is too large: {first_line(error)}')
+        raise UserError(f'model {model_name!r} is too large, or its __init__ reads a value from a tensor, which fails '
+                        f'on the meta device: {first_line(error)}')
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -88,7 +102,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
     """
     record = read_run(folder)
     state, tensors = load_checkpoint(folder)
-    model = model_file(record['model']).Model(saved_config(record, folder))
+    model = model_file(record['model']).Model(portable_config(record, folder))
     load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
@@ -133,10 +147,12 @@ def check_record(record: dict) -> None:
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
     """Return the data `name`, or the run's own. UserError if there is none or tokenizers differ."""
-    name = name or record['settings'].get('data')
-    if not name:  # an imported run
+    own = record['settings'].get('data')
+    if not name and not own:  # an imported run
         raise UserError('this run has no data: give --data=FOLDER')
-    data = open_data(str(name))
+    data = open_data(str(name or own))
+    if not name and data.sha256 != record['data']['sha256']:
+        warn_once(f'{data.folder} has changed since the run was trained')
     check_vocabulary(record, data, folder)
     return data
 
@@ -209,7 +225,7 @@ def remove_run(folder) -> None:
     folder = Path(folder)
     for checkpoint in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png', 'wandb_id', *EVALUATION_FILES):
+    for name in ('log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, *EVALUATION_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -224,13 +240,17 @@ def start_run(s, config, data, machine) -> None:
     """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
     remove_run(s.out_dir)  # `check_out_dir` requires --overwrite
     this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
-    parent = read_run(s.init_from or s.extend)['data'] if s.init_from or s.extend else {}
+    source = s.init_from or s.extend
+    parent = read_run(source)['data'] if source else {}
+    if source and (Path(source) / CHAT_TEMPLATE).is_file():
+        shutil.copy(Path(source) / CHAT_TEMPLATE, s.out_dir)
     save_run(s.out_dir, {
         'model': s.model,
         'settings': {**dataclasses.asdict(s), **this_start, 'dtype': str(machine.dtype)[6:]},
         'model_config': dataclasses.asdict(config),
         'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id,
-                 'bos': data.bos, 'sha256': data.sha256, **({'ends': parent['ends']} if 'ends' in parent else {})},
+                 'bos': data.bos, 'sha256': data.sha256,
+                 **{key: parent[key] for key in ('ends', 'n_rows') if key in parent}},
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device),
                      'processes': machine.world}})
 

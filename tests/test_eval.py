@@ -196,12 +196,15 @@ def test_bad_input_gives_a_clear_error(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', '--limit=0'), 'limit is 0')
 
 
-def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_path):
+def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_path, capsys):
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
     with pytest.raises(UserError, match='record 2, does not have the fields of lambada_openai'):
         local_records(tmp_path, 'lambada_openai')
     with pytest.raises(UserError, match='no data at True'):
         runs.run_data({'settings': {'data': True}}, None)
+    record = runs.read_run(trained)
+    runs.run_data(record | {'data': record['data'] | {'sha256': 'old'}}, None)
+    assert 'has changed since the run was trained' in capsys.readouterr().err
 
 
 def test_arc_is_read_as_published_and_as_on_the_hub(tmp_path):

@@ -178,9 +178,11 @@ def test_an_imported_model_can_be_trained_as_any_architecture(args, keeps, tiny_
     import_run(tmp_path / 'folder', tmp_path / 'source')
     out, source = tmp_path / 'run', runs.read_run(tmp_path / 'source')
     runs.save_run(tmp_path / 'source', source | {'data': source['data'] | {'ends': [7, 256]}})
+    (tmp_path / 'source/chat_template.jinja').write_text('{{ messages }}')
     result = succeeded(start_from(tmp_path / 'source', out, tiny_data, *args))
     record = runs.read_run(out)
-    assert record['data']['ends'] == [7, 256]
+    assert record['data']['ends'] == [7, 256] and record['data']['n_rows'] == source['data']['n_rows']
+    assert (out / 'chat_template.jinja').read_text() == '{{ messages }}'
     assert record['model_config']['n_kv_head'] == 2 and record['model_config']['eos_id'] is None
     if keeps:
         assert f'{keeps} ' in result.stdout.replace(',', ' ') and 'the logits differ by at most' in result.stdout

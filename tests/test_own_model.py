@@ -1,4 +1,5 @@
 """The minimal model in docs/own_model.md works with every script."""
+import dataclasses
 import re
 import shutil
 import sys
@@ -11,7 +12,7 @@ from conftest import ROOT, assert_sentence, run, succeeded
 
 from common import runs
 from common.decoding import allocate_cache, generate
-from common.files import warn_once
+from common.files import UserError, warn_once
 from common.scoring import Scorer
 from common.speculative import speculative_generate
 
@@ -55,6 +56,14 @@ def test_one_line_adds_it_to_the_tests_of_all_models(bigram, monkeypatch):
     test_models.test_loss_is_the_mean_nll_of_the_counted_targets('bigram')
     with pytest.raises(pytest.skip.Exception, match='bigram has no extend'):
         test_models.test_cached_decoding_equals_full_forward('bigram', 0, 'cpu')
+
+
+def test_a_default_that_cannot_be_saved_is_rejected(bigram, monkeypatch):
+    module = runs.model_file('bigram')
+    fields = [('window', int, None)]
+    monkeypatch.setattr(module, 'Config', dataclasses.make_dataclass('Config', fields, bases=(module.Config,)))
+    with pytest.raises(UserError, match='window is None .*: expected int'):
+        runs.make_config('bigram', {})
 
 
 PROMPTS = [[97, 98], [99], [100, 97, 98, 32, 97]]

@@ -89,7 +89,7 @@ class RunForCausalLM(PreTrainedModel, GenerationMixin):
         cache is refilled if its texts changed, for example by beam search.
         """
         B, T = input_ids.shape
-        if not hasattr(self.model, 'new_cache'):
+        if not getattr(self.model, 'new_cache', None):
             return self.model.logits(tokens)[torch.arange(B), T - n_pads - 1, :self.config.vocab_size]
         cache, held, held_pads, size = self.decoding or (None, input_ids[:, :0], n_pads, 0)
         n = held.shape[1]

@@ -657,7 +657,7 @@ def _code(x):
 # of keys, from the first key of i to the last of j. All queries see the keys between the first of j
 # and the last of i, so tiles there need no mask:
 #
-#     first of i | left: masked | first of j: full tiles | last of i: right: masked | last of j
+#     first of i [left: masked] first of j [full tiles] last of i [right: masked] last of j
 #
 # For dk and dv the roles are swapped: a program owns a tile of keys and loops over queries. No two
 # programs add to the same element, so results are deterministic.
@@ -705,7 +705,7 @@ def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
 
 @jit
 def _walk_keys(i, j, doc_start, strict, reach, BLOCK: constexpr):
-    """Return the key tiles of queries i..j in one stream. doc_start points to this batch row."""
+    """Return `_walk` over one stream's keys for queries i..j. doc_start: of this batch row."""
     first_of_i = tl.maximum(tl.load(doc_start + i).to(tl.int32), i - reach)
     first_of_j = tl.maximum(tl.load(doc_start + j).to(tl.int32), j - reach)
     end = tl.where(strict > reach, first_of_i, j + 1 - strict)  # x sees no rho if its reach is 0

@@ -317,7 +317,7 @@ class Model(nn.Module):
         K, unrolls = self.n_unrolls if self.training else c.K, self.iterates(idx)
         for _ in range(K):
             z = next(unrolls)
-        if K == 1 < c.K:  # zero gradients, as under DDP: AdamW would skip weights whose gradient is None
+        if K == 1 < c.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
 

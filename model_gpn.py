@@ -341,7 +341,7 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
 
-        These are the write's error and update, with recomputation, and one read per layer.
+        Per head: a write of 4 K D, five times with its backward pass; per layer a read, 6 K D.
         """
         c = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))

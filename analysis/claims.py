@@ -111,7 +111,7 @@ def later_gradient(run) -> dict[str, float]:
 
 
 def unrolls(run) -> dict[str, float]:
-    """Return the contraction and the value of the unrolls, from `analysis.context_ready`."""
+    """Return L and how much of the gap K = 3 closes, from `analysis.context_ready`."""
     row = context_ready.analyse(run, context_ready.Settings(tokens=32_768))
     gap = row['K=1'] - row['K=5']
     return {'contraction L, windows pooled': nan if row['L_pooled'] == '' else row['L_pooled'],

@@ -73,7 +73,7 @@ def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
 
 
 def speed(scale: str, s: Settings) -> Iterator[dict]:
-    """Yield rows of the throughput end to end and of prefill."""
+    """Yield rows of end-to-end and prefill throughput."""
     models = {name: ready_model(name, scale, s) for name in s.names}
     for what, n_new in (('end to end', s.new), ('prefill', 1)):
         sides = {name: lambda model=model, n_new=n_new: decode(model, n_new, s) for name, model in models.items()}

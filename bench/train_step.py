@@ -38,7 +38,7 @@ OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in (
 
 @dataclass
 class Settings(bench.Settings):
-    batch_size: int = 8  # sequences per step; a quarter of it for sequences of 1024 tokens, half for scale L
+    batch_size: int = 8  # sequences per step; two streams at 1024 tokens: a quarter of this; scale L: half
 
 
 # ---- one step ----

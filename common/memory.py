@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.sizes.pop(address)
 
 
-class EmulateGPU(DeviceContext):  # because activation checkpointing re-enters only this mode in the backward pass
+class EmulateGPU(DeviceContext):  # a DeviceContext, the only mode that checkpointing re-enters in the backward pass
     """torch.device('meta'), with matrix products in `dtype`, like autocast, and fused attention."""
 
     def __init__(self, dtype: torch.dtype):

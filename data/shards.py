@@ -53,7 +53,7 @@ class Data:
         if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder next to meta.json
             self.tokenizer = str((self.folder / self.tokenizer).resolve())
         self.splits, self.dtype = meta['splits'], np.dtype(meta['dtype'])
-        self.starts = {}  # {split: position of each shard's first token}
+        self.starts = {}  # {split: each shard's start, then the total}
         for split in ('train', 'val'):
             shards = self.splits[split]['shards']
             self.starts[split] = [0, *itertools.accumulate(shard['tokens'] for shard in shards)]

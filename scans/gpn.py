@@ -704,8 +704,8 @@ class Graph:
 
 # ---- steps in C, on a CPU ----
 #
-# A step is three matmuls of a few rows and many small loops, whose launch overhead in PyTorch is
-# larger than their compute. On CPUs with bf16 units, matmul inputs can be bf16.
+# One layer's step is three small matmuls and many small loops. As PyTorch operators, they take
+# longer to launch than to run. On CPUs with bf16 units, matmul inputs can be bf16.
 
 LIBRARY_DIR = Path(__file__).with_name('__pycache__')  # compiled libraries
 
@@ -770,7 +770,7 @@ class CSteps:
         self.numbers = self.library.sizes(0, 0, *sizes[:6], 0, 0, *sizes.length_eps(norm_eps), KEY_EPS)
 
     def _panels(self, weight):
-        """Return (n, c) as (ceil(n / width), ceil(c / pair), width, pair), contiguous per tile."""
+        """Zero-pad weight (n, c) and return its tiles: (n / width, c / pair, width, pair)."""
         width, pair = (ctypes.c_int.in_dll(self.library, name).value for name in ('panel', 'pair'))
         whole = F.pad(weight, (0, -weight.shape[1] % pair, 0, -len(weight) % width))
         return whole.unflatten(0, (-1, width)).unflatten(2, (-1, pair)).transpose(1, 2).contiguous()

@@ -80,7 +80,7 @@ def paper_losses(model, idx, targets, cap):
                          ids=lambda case: ' '.join(f'{k}={v}' for k, v in case.items()))
 @pytest.mark.parametrize('cap', [None, 0.5])
 def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, cap, monkeypatch):
-    """cap: a soft cap of the next-token logits, added in `_logits` as a fork would do."""
+    """cap: a soft cap on the next-token logits, added in `_logits` as a fork would do."""
     plain = model_bst.Model._logits
     monkeypatch.setattr(model_bst.Model, '_logits', lambda model, h: soft_cap(plain(model, h), cap))
     model = make(**case).eval()

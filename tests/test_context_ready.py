@@ -275,7 +275,7 @@ def test_the_number_of_unrolls_is_uniform_from_k_min_to_K():
 
 
 def test_one_unroll_gives_the_correction_network_zero_gradients():
-    """Otherwise AdamW would skip the network on one process, but not with DDP."""
+    """Without gradients, AdamW would skip the network, and DDP would fail."""
     model, idx = make(K=3, k_min=1).train(), tokens()
     model.n_unrolls = 1
     grads = gradients(model, model(idx, idx)['loss'])

@@ -240,7 +240,7 @@ def test_impossible_parallel_settings_give_a_clear_error(settings, sentence):
 
 
 def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
-    """16 bytes per parameter over 64 processes, and the gathered weights. Nothing is run."""
+    """16 bytes per parameter / 64, and what FSDP gathers and buffers. Nothing is trained."""
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--memory=8']
     in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
@@ -279,7 +279,7 @@ def test_a_run_on_two_then_one_then_four_processes_equals_the_uninterrupted_run(
     resume(out, 4, 30)
     assert len(list((out / 'ckpt/step_00000050').glob('shard-*'))) == 8
     assert is_close(losses(out), losses(trained / 'standard_fsdp'))
-    for kind in ('ddp', 'fsdp'):  # also from shards to other shards, or to whole weights
+    for kind in ('ddp', 'fsdp'):  # four shards also load as whole weights, or as two
         again = copy_up_to(out, tmp_path / kind, 40)
         resume(again, 2, 40, f'--parallel={kind}')
         assert is_close(losses(again), losses(trained / 'standard_fsdp'))

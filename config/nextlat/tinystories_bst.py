@@ -1,5 +1,5 @@
 # NextLat paper: Belief State Transformer on TinyStories, 8 layers per encoder. pair_share is
-# inferred from the training-cost table (not given for TinyStories).
+# FineWeb-Edu's (not given for TinyStories).
 from config.nextlat.tinystories import assumed_ids, data, make_data
 
 model = 'bst'

@@ -16,4 +16,5 @@ learning_rate = 3e-3
 schedule = 'cosine'
 warmup_tokens = 100_000
 eval_interval = 200
+eval_tokens = 500_000
 save_interval = 400

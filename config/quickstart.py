@@ -12,4 +12,5 @@ learning_rate = 9e-4  # 1.3e-3 for model = 'standard'
 warmup_tokens = 200_000
 decay_fraction = 0.3
 eval_interval = 400
+eval_tokens = 500_000  # for your own data, which may have millions
 save_interval = 800

@@ -5,6 +5,7 @@ from config.gpn_quick import (
     data,
     documents,
     eval_interval,
+    eval_tokens,
     learning_rate,
     max_tokens,
     save_interval,

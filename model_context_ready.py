@@ -301,7 +301,7 @@ class Model(nn.Module):
         starts = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
         return self.embed(idx), doc_start, starts, rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
 
-    @torch.compiler.disable(recursive=False)  # the compiler would run this infinite generator to its end
+    @torch.compiler.disable(recursive=False)  # the compiler would trace this infinite generator forever
     def iterates(self, idx):
         """Yield z^(1), z^(2), ..., each (B, T, C), for sequences idx (B, T)."""
         e, doc_start, starts, rope = self.prepare(idx)

@@ -8,8 +8,8 @@ the previous grounded state and a value from the current one.
 
 Read `Write`, `Layer` and `Model.step`, the paper's equations, then `Model.loop`, which applies them
 token by token. scans/gpn.py computes the same function faster; it is used as long as the equations
-here are unedited. From the official code: the RMSNorm before each matrix (not shown in eq. 4, 8, 9
-and 11) and the biases of gates, queries, keys and decay.
+here are unedited. From the official code: the RMSNorms that eq. 4, 8, 9 and 11 do not show, and
+the biases of Gate_f, Gate_p, queries, keys and decay.
 
     B  batch size   T  positions   C  state width, n_embd (the paper's d)   E  embedding width d_emb
     L  layers       F  feed-forward width, n_ffn     H  memory heads         V  vocabulary, padded
@@ -92,7 +92,7 @@ def read(memory, x):
 
 
 class Write(nn.Module):
-    """MemWrite, eq. 8 to 10: the gated delta rule stores the step between two grounded states."""
+    """MemWrite, eq. 8 to 10: the gated delta rule stores transitions between grounded states."""
 
     def __init__(self, config):
         super().__init__()

@@ -48,7 +48,7 @@ class Settings:
     config: str | None = None  # dataset configuration; None: the only one. FineWeb-Edu: sample-350BT
     split: str = 'train'  # dataset split to read; train and val are both taken from it
     text_field: str = 'text'  # record field with the document's text
-    id_field: str | None = 'id'  # record field whose hash chooses train or val; None, or .txt files: the text
+    id_field: str | None = 'id'  # record field hashed to pick train or val; None or .txt: the text is hashed
     split_lines: bool = False  # treat each line of a .txt file as a document, not the whole file
     split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>
     tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder of GPT-2's files
@@ -172,7 +172,7 @@ def prepare(name: str, s: Settings) -> None:
             changed = [f'{key} = {saved["arguments"].get(key)!r} (now {now!r})' for key, now in arguments.items()
                        if saved['arguments'].get(key) != now]
             if changed:
-                raise UserError(f'{folder} was started with {", ".join(changed)}: use the same, or another --out_dir')
+                raise UserError(f'{folder} was started with {", ".join(changed)}: restore these or change --out_dir')
             n_documents = sum(split['documents'] for split in saved['splits'].values())
             print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
         else:

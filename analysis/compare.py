@@ -2,14 +2,14 @@
 
     python -m analysis.compare --out_dir=out/a "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
 
-Each argument is NAME: followed by arguments of train.py. The best learning rate is searched from
-the configured one, with seed 0 and an eighth of the tokens; then seeds 1, 2, ... are trained at it.
+Each argument is `NAME: ARGUMENTS OF train.py`. The search for the learning rate starts at the one
+configured, with seed 0 and an eighth of the tokens; seeds 1, 2, ... are then trained at the best.
 Finished runs are reused and interrupted ones resumed. All models must share data, windows and dtype
 (auto: float32, on a GPU bfloat16). Training tokens may differ, to compare at equal FLOPs or time.
 
 Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir. Intervals
-are 95% by Student's t. Differences to the first model are paired by seed, because runs with one
-seed see the same batches. The state is the fp32 decoding cache after one window of tokens.
+are 95% by Student's t. Differences from the first model are paired by seed: runs with the same
+seed see the same batches. State: bytes of the fp32 decoding cache after one window.
 """
 import re
 import shlex
@@ -34,7 +34,7 @@ from data import open_data
 from train import Settings as TrainSettings
 
 STEP = 1.5  # ratio of neighbouring learning rates
-EIGHTH = 8  # learning rates are compared on max_tokens / EIGHTH
+SHARE = 1 / 8  # of the tokens, to compare learning rates
 DIVERGED = 'diverged.txt'  # the error message of a run that diverged, in its folder
 SAME = 'data', 'documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that must be equal
 
@@ -61,7 +61,7 @@ def check_same(folder: Path, args: list[str]) -> None:
     """Raise UserError if the folder's run has other settings or data than args."""
     wanted, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
     if open_data(wanted.data).sha256 != read_run(folder)['data']['sha256']:
-        raise UserError(f'{folder} was trained on other data than {wanted.data}: give another --out_dir')
+        raise UserError(f'{folder} was trained on data other than {wanted.data}: give another --out_dir')
 
 
 def one_dtype(device: str = 'auto') -> str:
@@ -111,7 +111,7 @@ class Method:
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
         """Return a run's folder and arguments. Seed 0, for choosing the rate, has fewer tokens."""
-        fewer = [f'--{key}={getattr(self.settings, key) // EIGHTH}' for key in ('max_tokens', 'warmup_tokens')]
+        fewer = [f'--{key}={int(getattr(self.settings, key) * SHARE)}' for key in ('max_tokens', 'warmup_tokens')]
         return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
                 [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate:.3g}', f'--seed={seed}'])
 

@@ -33,7 +33,7 @@ def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
 
 
 def crossings(points: list[dict], first: list[dict]) -> list[str]:
-    """Format the `crossing` of each axis that both curves have."""
+    """Format the `crossing` on each axis that both curves have."""
     texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('over time ', '{:.1f} minutes'),
              'gpu_hours': ('over GPU time ', '{:,.1f} GPU-hours'), 'flops': ('over compute ', '{:.3g} FLOPs')}
     found = []

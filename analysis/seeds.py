@@ -21,7 +21,7 @@ from common.files import UserError
 @dataclass
 class Settings(figures.Settings):
     better: str = 'sps'  # label of the group that is tested to have the lower loss
-    alike: str = 'delayed_state;two_x_memory'  # labels of the two groups tested to be equal, separated by ;
+    alike: str = 'delayed_state;two_x_memory'  # labels of two groups tested for equivalence, separated by ;
     margin: float = 0.01  # nats per token within which they count as equal
 
     def __post_init__(self):

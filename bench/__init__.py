@@ -1,7 +1,7 @@
 """Side-by-side benchmarks. Both sides take turns, and noise cancels in the ratio of their times.
 
     python -m bench.train_step      training steps, compared with Hugging Face Llama;
-                                    `objectives`: NextLat, MTP and JTP, compared with GPT
+                                    `objectives`: NextLat, MTP, JTP, BST, relative to GPT
     python -m bench.generate        decoding, compared with Hugging Face generate
     python -m bench.inference       prefill and decoding of the SPS family, relative to Standard
     python -m bench.attention       attention, compared with PyTorch's own calls
@@ -166,9 +166,9 @@ def measure(argv: list[str] | None, settings: type = Settings, **measurements: C
 
 
 def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
-    """Print rows (dicts) as they arrive and write them to bench/results/NAME_cpu.json and .md.
+    """Print rows (dicts) as they arrive and write them to bench/results/NAME_DEVICE.json and .md.
 
-    If the benchmark is interrupted, NAME_cpu.partial.json has the rows so far. toy: only print.
+    If interrupted, NAME_DEVICE.partial.json has the rows so far. toy: only print.
     """
     path = RESULTS / f'{name}_{"gpu" if GPU else "cpu"}.json'
     partial, about, found = path.with_suffix('.partial.json'), None, []

@@ -189,7 +189,7 @@ class SelfDrafter:
 
     def step(self, i, token, pick):
         """Draft token i, after `token` (B,). Returns it (B,) and its distribution (B, V)."""
-        self.cache.drafted = i  # steps that were replayed have not advanced it
+        self.cache.drafted = i  # replayed CUDA graphs do not advance it
         tokens, probs = self.model.draft(token, self.cache, 1, pick)
         return tokens[:, 0], probs[:, 0]
 

@@ -53,7 +53,7 @@ class Task:
         return self.row(rng, self.val_targets)
 
     def row(self, rng: np.random.Generator, targets: str = 'seen') -> np.ndarray:
-        """Return a problem and its solution: ids (T + 1,). targets: of training ('seen') or not."""
+        """Return a problem with its solution: ids (T + 1,). targets: 'seen' or 'unseen'."""
         target, equations = int(rng.choice(self.targets_of[targets])), None
         while equations is None:
             numbers, equations = solve(rng.integers(1, 100, size=(TRIES, 4)), target, self.largest)

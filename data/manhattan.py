@@ -154,12 +154,12 @@ class Task:
 
 
 def one_way_grid(n: int) -> list[tuple[str, str, str]]:
-    """Return edges (node, direction, neighbour) of n streets each way; node x_y.
+    """Return edges (node, direction, neighbour) of an n x n grid of nodes x_y.
 
         <---<---<---<
         v   ^   v   ^
         >--->--->--->
-    Row 0 leads east, column 0 south. For even n, the outer streets form a ring.
+    Shown: rows 1 and 0 of n = 4. For even n, the outer streets form a ring.
     """
     edges = []
     for x, y in product(range(n), range(n)):

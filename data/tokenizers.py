@@ -254,7 +254,7 @@ def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
 
 
 def padded_vocab(n_ids: int) -> int:
-    """Return the embedding rows: the next multiple of 64 above n_ids, with a row for <predict>."""
+    """Return the number of embedding rows: n_ids + <predict>, rounded up to a multiple of 64."""
     return (n_ids // 64 + 1) * 64
 
 

@@ -32,7 +32,7 @@ PIN = '8246d02046aca551'
 
 
 def implements(model_file):
-    """Return the code that this file re-implements; edits of it would have no effect here."""
+    """Return the code that this file re-implements, so that edits to it are detected."""
     m, k = model_file, attn_kernels
     return [m.FFN, m.Block, m.Model.__init__, m.Model.sees, m.Model.correct, m.Model.step, m.Model.loop, k.rotate,
             k.attention, k._dense_sdpa]

@@ -42,7 +42,7 @@ KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 
 
 def implements(model_file):
-    """Return the code that this file re-implements; edits of it would have no effect here."""
+    """Return the code that this file re-implements, so that edits to it are detected."""
     m = model_file
     return [m.RMSNorm, m.l2_normalize, m.read, m.Write, m.Layer, m.choose_rows, m.Model.__init__, m.Model.ground,
             m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop, m.Model.advance]
@@ -578,7 +578,7 @@ class KernelSteps:
         saved: results of `steps`, without the last layer's states
         is_cut: truncated BPTT ends here: the next key's gradient goes to the key's weights only
 
-        Returns the gradients of u, of the first state, key and memory, of the rates, of the zero
+        Returns the gradients of u, the first state, key and memory, the decay rates and the zero
         state's key; and for each weight, a pair of matrices whose product is its gradient.
         """
         (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)

@@ -73,7 +73,7 @@ def test_runs_are_trained_once_and_interrupted_ones_are_resumed(tmp_path, traine
 
 @pytest.mark.parametrize('args, sentence', [
     (['--n_layer=3'], 'has n_layer = 2, but 3 was given'), (['--max_tokens=200'], 'has max_tokens = 100'),
-    (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on other data than elsewhere')])
+    (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on data other than elsewhere')])
 def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path, trained):
     finished_run(tmp_path / 'a', settings={'data': 'here'})
     compare.train_all({tmp_path / 'a': ['--data=here', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)

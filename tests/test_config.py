@@ -214,7 +214,7 @@ def test_missing_or_bad_fields_of_config_json_are_named(tmp_path, place):
 
 @pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])
 def test_nextlat_task_models_have_the_papers_parameter_counts(name, n_ids, whole, p_psi):
-    """A5 counts the blocks and p_psi, Manhattan the whole GPT with embedding and head."""
+    """The paper counts the blocks and p_psi for A5, but the whole GPT for Manhattan."""
     config = importlib.import_module(f'config.nextlat.{name}')
     own = {f.name for f in dataclasses.fields(model_nextlat.Config)} & vars(config).keys()
     of_data = dict(vocab_size=padded_vocab(n_ids), n_ids=n_ids, eos_id=None)

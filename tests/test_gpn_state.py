@@ -97,8 +97,8 @@ def test_accuracy_by_distance_equals_the_score_of_the_task():
     value = {row[:3]: row[3] for row in rows}
     score = d.score(model, 'cpu', 16)
     assert [value['accuracy', 'unchanged', far] for far in (4, 8)] == pytest.approx([*score.values()])
-    for name in {name for part, name, _ in value if part == 'perplexity'}:  # equally many queries at each distance
-        mean = (value['nll', name, 4] + value['nll', name, 8]) / 2
+    for name in {name for part, name, _ in value if part == 'perplexity'}:
+        mean = (value['nll', name, 4] + value['nll', name, 8]) / 2  # as many queries at 4 as at 8
         assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
     nats, is_right, _ = gpn_state.evaluate(model, batches, heads_off=[0, 1])
     with torch.no_grad():

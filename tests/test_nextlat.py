@@ -230,7 +230,7 @@ def test_flops_per_token_equal_a_hand_count(name, case):
     block, head, layers = 4 * C * C + 3 * C * model.config.n_ffn, 24 * C, 4 if name == 'mtp' else 2
     dynamics = 2 * (2 * C * 5 + 5 * 5 + 5 * C) + 2 * head * 4 / 6
     further = {'nextlat': 0 if 'objective' in case else dynamics, 'mtp': 2 * (block + head),
-               'jtp': 3 * 3 * C * C + 2 * C * C + 2 * head}  # qkv of h and two embeddings, two outputs
+               'jtp': 3 * 3 * C * C + 2 * C * C + 2 * head}  # 3 inputs (h, two tokens), 2 outputs
     weights = 2 * block + head + further[name]
     assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * layers * C * (T + 1) / 2)
 

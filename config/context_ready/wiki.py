@@ -1,6 +1,6 @@
 # Shared by tables A2 to A5 and A12: English Wikipedia, BPE 16k. Guesses: batch 64; in A2 to
 # A5 windows of 256 and 100,000 steps (stated for A12); one head at C = 446 (RoPE needs heads of an
-# even size, which only the divisors 1 and 223 give); the tokenizer:
+# even size, which only 1 or 223 heads give); the tokenizer:
 # hf download wikimedia/wikipedia --repo-type=dataset --include='20231101.en/*' \
 #     --local-dir=wikipedia
 # python -m data.tokenizers wikipedia --vocab_size=16000 --out=bpe16k.json

@@ -34,7 +34,7 @@ def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     tested, rows = {label: values for label, values in losses.items() if len(set(values)) > 1}, []
     a, b = s.alike.split(';')
     for label in sorted({s.better, a, b} - tested.keys()):
-        print(f'no test of {label!r}: expected one of {"; ".join(tested)}, with several seeds', file=sys.stderr)
+        print(f'no test of {label!r}: labels with several seeds: {"; ".join(tested) or "none"}', file=sys.stderr)
     if s.better in tested:
         rows += [{'test': 'Welch, one-sided: a is lower', 'a': s.better, 'b': other}
                  | figures.lower_test(tested[s.better], values) for other, values in tested.items()

@@ -177,10 +177,9 @@ def _dense_sdpa(q, k, v, seen):
 
 # ---- on a GPU: FlexAttention ----
 
-def make_block_mask(sees, T, device, doc_start=None, keys=(0,), queries=None):
+def make_block_mask(sees, T, device, doc_start, keys, queries):
     """Make FlexAttention's BlockMask: the 128 x 128 blocks to visit and the masks inside them."""
     from torch.nn.attention.flex_attention import create_block_mask
-    queries = queries or keys
     q_streams, k_streams = (torch.arange(streams[0], streams[-1] + 1, device=device) for streams in (queries, keys))
 
     def mask_mod(b, h, q_idx, k_idx):

@@ -34,24 +34,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (
-    KVCache,
-    Mask,
-    Tokens,
-    at_least_fp32,
-    attention,
-    check_shape,
-    checkpointed,
-    chunked_loss,
-    document_starts,
-    make_mask,
-    mask_padding,
-    mean_keys,
-    n_matrix_weights,
-    outside_graphs,
-    rope_table,
-    rotate,
-)
+from attn_kernels import (KVCache, Mask, Tokens, at_least_fp32, attention, check_shape, checkpointed, chunked_loss,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
+                          rope_table, rotate)
 
 try:
     from scans import context_ready, pinned

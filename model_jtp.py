@@ -17,21 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (
-    KVCache,
-    at_least_fp32,
-    attention,
-    check_shape,
-    checkpointed,
-    chunked_loss,
-    document_starts,
-    make_mask,
-    mask_padding,
-    mean_keys,
-    n_matrix_weights,
-    rope_table,
-    rotate,
-)
+from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
+                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 
 @dataclass

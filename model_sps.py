@@ -36,21 +36,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (
-    KVCache,
-    at_least_fp32,
-    attention,
-    check_shape,
-    checkpointed,
-    chunked_loss,
-    document_starts,
-    make_mask,
-    mask_padding,
-    mean_keys,
-    n_matrix_weights,
-    rope_table,
-    rotate,
-)
+from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
+                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed

@@ -219,8 +219,9 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
             if hasattr(data, 'score'):
                 scores |= data.score(model, machine.device, s.micro_batch_size)
             if s.acceptance_prompts:
-                from common.speculative import acceptance
-                scores['acceptance'] = acceptance(model, data, s)
+                from common.speculative import validation_drafts
+                drafts = validation_drafts(model, data, s.block_size, s.acceptance_prompts, s.seed)
+                scores['acceptance'] = drafts.accepted_at.total() / max(1, drafts.drafted)
         parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
                                    machine.device)
     model.train()
@@ -404,10 +405,13 @@ def main(argv: list[str] | None = None) -> None:
                 dry_run(s, given, record, machine)
             else:
                 with parallel.rank_0_first():  # rank 0 builds missing data
-                    if not has_data(s.data):
-                        from common.dry_run import raise_missing_data
-                        raise_missing_data(s, record)
-                    data = open_data(s.data)
+                    try:
+                        data = open_data(s.data)
+                    except UserError as error:
+                        if has_data(s.data):
+                            raise
+                        from common.dry_run import assumed_data
+                        raise UserError(f'{error}. To build it: {assumed_data(s, record).command}')
                 if s.verify:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)

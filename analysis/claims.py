@@ -21,23 +21,14 @@ import torch
 
 from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes
 from analysis.compare import make_method, set_best_rates, train_seeds
-from analysis.figures import (
-    final_loss,
-    logged,
-    lower_test,
-    paired_difference,
-    paired_gaps,
-    read_csv,
-    settings_of,
-    write_csv,
-)
+from analysis.figures import final_loss, logged, paired_difference, paired_gaps, read_csv, settings_of, write_csv
 from analysis.scores import score_names
 from bench import markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import pick_device
 from common.runs import load_run, read_log, run_data
 from common.settings import check_ranges, load_settings
-from common.speculative import speculative_generate
+from common.speculative import validation_drafts
 from data import open_data
 
 HERE = Path(__file__).parent
@@ -119,11 +110,8 @@ def unrolls(run) -> dict[str, float]:
 
 
 def drafts(run) -> dict[str, float]:
-    """Decode with drafts of up to 5 tokens after the first halves of validation windows."""
     model, record = load_run(run, pick_device('auto'))
-    data, half = run_data(record, None), settings_of(run).block_size // 2
-    prompts = data.val_batch(range(min(16, data.n_windows('val', half))), half)[0].tolist()
-    _, found = speculative_generate(model, prompts, half, draft_len=min(5, model.longest_draft))
+    found = validation_drafts(model, run_data(record, None), record['settings']['block_size'], 16)
     return {'tokens accepted a draft': found.accepted_per_step}
 
 
@@ -178,10 +166,10 @@ STATISTICS = {  # name: function(run folder) -> dict that has this name as a key
 
 def p_values(gaps: list[float], test: str) -> tuple[float, float]:
     """Return the p-values of two alternatives: the differences are below 0, and above 0."""
+    from scipy.stats import binomtest, ttest_1samp
     if test == 't':
-        p = lower_test(gaps, [0.0])['p']
+        p = ttest_1samp(gaps, 0, alternative='less').pvalue
         return p, 1 - p
-    from scipy.stats import binomtest
     below, above = sum(gap < 0 for gap in gaps), sum(gap > 0 for gap in gaps)
     return tuple(binomtest(n, len(gaps), alternative='greater').pvalue for n in (below, above))
 

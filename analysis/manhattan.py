@@ -31,7 +31,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from analysis import figures
-from common.decoding import decodable, generate
+from common.decoding import allocate_cache, decodable, generate, pad
 from common.files import UserError
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
@@ -129,15 +129,13 @@ def compression(model, task, prefixes, batch_size: int) -> float:
 @torch.inference_mode()
 def continuations(model, prefixes, n: int, end: int, generator):
     """Sample ids (N, n) with probabilities above EPSILON after N prefixes; pads with `end`."""
-    model, device = decodable(model), next(model.parameters()).device
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
-    idx = pad_sequence([torch.tensor(prefix) for prefix in prefixes], batch_first=True).to(device)
-    cache = model.new_cache(len(prefixes), idx.shape[1] + n, device=device)
+    model, (idx, lengths) = decodable(model), pad(prefixes, next(model.parameters()).device)
+    cache = allocate_cache(model, prefixes, n)
     logits, tokens = model.extend(idx, cache, lengths), []
     for _ in range(n):
         probs = logits.float().softmax(-1)
         likely = (probs > EPSILON).scatter(-1, probs.argmax(-1, keepdim=True), True)  # at least one
-        token = probs.masked_fill(~likely, 0).cpu().multinomial(1, generator=generator).to(device)
+        token = probs.masked_fill(~likely, 0).cpu().multinomial(1, generator=generator).to(idx.device)
         if tokens:
             token = token.masked_fill(tokens[-1] == end, end)
         tokens.append(token)

@@ -220,7 +220,7 @@ def plot(rows: list[dict], path) -> None:
     margin = 0.1 * (highest - lowest)  # cuts off intervals that a failed seed makes wider than everything else
     all_axes[0].set(ylabel='validation loss, nats per token', ylim=(lowest - margin, highest + margin))
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right center', title='Bars: 95% intervals')
-    figures.save_figure(figure, path)
+    figure.savefig(path, dpi=150)
 
 
 def main(argv: list[str] | None = None) -> None:

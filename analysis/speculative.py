@@ -138,7 +138,7 @@ def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
     left.set(xlabel='draft length, tokens', ylabel='speed-up over plain decoding', title='dashed: automatic length')
     right.set(xlabel='position in the draft', ylabel='cumulative acceptance probability', ylim=(0, 1))
     figure.legend(*right.get_legend_handles_labels(), loc='outside right center', title='Run, data')
-    figures.save_figure(figure, path)
+    figure.savefig(path, dpi=150)
 
 
 def main(argv: list[str] | None = None) -> None:

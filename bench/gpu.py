@@ -7,6 +7,7 @@ to slower code or times out does not stop later ones. The last line lists failed
 --only for a second call that runs the remaining steps. The output goes to FOLDER/gpu.log (default
 out/gpu) as it is printed, and benchmark results are copied to FOLDER after each step.
 """
+import argparse
 import contextlib
 import importlib.util
 import os
@@ -42,7 +43,7 @@ STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes
     'train_step': (50, ['-m', 'bench.train_step']),
     'tests': (40, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
 }
-FELL_BACK = re.compile(r'run step by step|recomputes the whole text|hit config\.\w+_limit|falling back')
+FELL_BACK = re.compile(r'run step by step|recomputes the text|hit config\.\w+_limit|falling back')
 
 
 def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
@@ -72,27 +73,22 @@ def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
     return text, f'fell back: {fallback[0]!r}' if fallback and status == 'done' else status
 
 
-def read_options(argv) -> tuple[list[str], float, Path]:
-    """Return the names of the steps, the time limit in seconds and the output folder."""
-    options = dict(arg.removeprefix('--').partition('=')[::2] for arg in argv)
-    names = options['only'].split(',') if 'only' in options else list(STEPS)
-    unknown = [*(options.keys() - {'out', 'only', 'limit'}), *(name for name in names if name not in STEPS)]
-    if unknown:
-        sys.exit(f'gpu.py: unknown {unknown[0]!r}: expected --limit=SECONDS, --out=FOLDER or --only= with some of '
-                 f'{", ".join(STEPS)}, separated by commas')
-    return names, float(options.get('limit', LIMIT)), Path(options.get('out', 'out/gpu'))
-
-
 def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--only', type=lambda text: text.split(','), default=list(STEPS))
+    parser.add_argument('--limit', type=float, default=LIMIT)
+    parser.add_argument('--out', type=Path, default=Path('out/gpu'))
+    s = parser.parse_args(argv)
+    if unknown := {*s.only} - {*STEPS}:
+        parser.error(f'unknown step {min(unknown)!r}: expected some of {", ".join(STEPS)}, separated by commas')
     import torch
     if not torch.cuda.is_available():
         sys.exit('gpu.py: PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
                  'python -m bench.train_step')
-    names, limit, out = read_options(sys.argv[1:] if argv is None else argv)
-    begin, end, failed, not_run = time.time(), time.monotonic() + limit, [], []
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / 'gpu.log', 'ab+', buffering=0) as log:
-        for name in names:
+    begin, end, failed, not_run = time.time(), time.monotonic() + s.limit, [], []
+    s.out.mkdir(parents=True, exist_ok=True)
+    with open(s.out / 'gpu.log', 'ab+', buffering=0) as log:
+        for name in s.only:
             start, (seconds, args) = time.monotonic(), STEPS[name]
             if end - start < min(seconds, 30):
                 not_run.append(name)
@@ -106,7 +102,7 @@ def main(argv=None):
                 failed.append(name)
             for path in (ROOT / 'bench/results').glob('*_gpu.*json'):
                 if path.stat().st_mtime >= begin:
-                    shutil.copy(path, out)
+                    shutil.copy(path, s.out)
     problems = [f'failed: {", ".join(failed)}'] * bool(failed)
     problems += [f'not run: --only={",".join(not_run)}'] * bool(not_run)
     sys.exit('; '.join(problems) or 0)

@@ -127,25 +127,19 @@ def copy_log(source, folder, step: int) -> None:
 def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -> None:
     """Load the weights of s.init_from, unless the run continues from a checkpoint of its own.
 
-    record: config.json of the run to continue, None if new. idx: see `load_source_weights`.
+    record: config.json of the run to continue, None if new. If the model's `adopt` adds new
+    weights, check on idx (B, T) that the logits are unchanged.
     """
     if s.extend or record and checkpoint.checkpoints(s.out_dir):
         return
-    state, tensors = checkpoint.load_checkpoint(s.init_from)
-    load_source_weights(model, s.init_from, tensors, idx)
-    print(f'loaded the weights of {s.init_from}, step {state["step"]}')
-
-
-def load_source_weights(model: torch.nn.Module, source, tensors: dict, idx: torch.Tensor) -> None:
-    """Load the weights of another run, `source`, into a model.
-
-    If the model's `adopt` adds new weights, check on idx (B, T) that the logits are unchanged.
-    """
+    source = s.init_from
+    state, tensors = checkpoint.load_checkpoint(source)
     try:
         converted = model.adopt(tensors) if hasattr(model, 'adopt') else tensors
     except ValueError as error:
         raise UserError(f'{source} does not fit this model: {error}')
     checkpoint.load_weights(model, converted, source)
+    print(f'loaded the weights of {source}, step {state["step"]}')
     new = sorted(converted.keys() - tensors.keys())
     if not new:
         return

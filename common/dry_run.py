@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 from common import runs
-from common.files import ROOT, UserError, command, first_line
+from common.files import ROOT, command, first_line
 from common.machine import pick_dtype
 from common.memory import activation_bytes
 from common.run_settings import check_settings, describe, model_config
@@ -41,14 +41,6 @@ def assumed_data(s, record) -> SimpleNamespace:
         make = s.make_data.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
     return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},
                            n_windows=lambda split, T: 1, command=make)
-
-
-def raise_missing_data(s, record) -> None:
-    """Raise UserError for missing data, with the command that builds it."""
-    try:
-        open_data(s.data)
-    except UserError as error:
-        raise UserError(f'{error}. To build it: {assumed_data(s, record).command}')
 
 
 def print_memory(s, model, n_processes: int) -> None:

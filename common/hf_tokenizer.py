@@ -36,8 +36,11 @@ def fast_tokenizer(name: str):
     if name in ('byte', 'gpt2') or Path(name).is_dir():
         own = load_tokenizer(name)
         return byte_level({own.decode([i]): i for i in range(own.eos_id)}, splits_words=name != 'byte')
-    if name.endswith('.model'):
-        return convert_sentencepiece(name)
+    if name.endswith('.model'):  # transformers converts it
+        from transformers import AutoTokenizer
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(name, Path(folder) / 'tokenizer.model')
+            return AutoTokenizer.from_pretrained(folder).backend_tokenizer
     if not task_class(name):
         return Tokenizer.from_file(name)
     symbols = make_task(name).symbols
@@ -56,12 +59,4 @@ def byte_level(ranks: dict[bytes, int], splits_words: bool = True):
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)
     fast.add_special_tokens([EOS_NAMES[0]])
     return fast
-
-
-def convert_sentencepiece(path: str):
-    """Convert a SentencePiece .model with transformers."""
-    from transformers import AutoTokenizer
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(path, Path(folder) / 'tokenizer.model')
-        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
 

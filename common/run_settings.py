@@ -51,10 +51,7 @@ def describe(s, model, data) -> None:
     if s.acceptance_prompts and not getattr(model, 'longest_draft', 0):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
                         'cannot draft for itself: use 0')
-    try:
-        flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-    except ValueError as error:  # block_size does not fit the model
-        raise UserError(str(error))
+    flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
     print(f'model {s.model}: {runs.count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'

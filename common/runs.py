@@ -220,15 +220,6 @@ def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
                 shutil.rmtree(folder)
 
 
-def remove_run(folder) -> None:
-    """Delete what train.py and eval.py wrote to a run folder, except config.json."""
-    folder = Path(folder)
-    for checkpoint in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):
-        shutil.rmtree(checkpoint)
-    for name in ('log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, *EVALUATION_FILES):
-        (folder / name).unlink(missing_ok=True)
-
-
 def save_run(folder, record: dict) -> None:
     """Write a new run folder's config.json (see `read_run`) and a copy of its tokenizer."""
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -238,13 +229,17 @@ def save_run(folder, record: dict) -> None:
 
 def start_run(s, config, data, machine) -> None:
     """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
-    remove_run(s.out_dir)  # `check_out_dir` requires --overwrite
+    folder = Path(s.out_dir)
+    for old in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):  # `check_out_dir` requires --overwrite
+        shutil.rmtree(old)
+    for name in ('log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, *EVALUATION_FILES):
+        (folder / name).unlink(missing_ok=True)
     this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
     source = s.init_from or s.extend
     parent = read_run(source)['data'] if source else {}
     if source and (Path(source) / CHAT_TEMPLATE).is_file():
-        shutil.copy(Path(source) / CHAT_TEMPLATE, s.out_dir)
-    save_run(s.out_dir, {
+        shutil.copy(Path(source) / CHAT_TEMPLATE, folder)
+    save_run(folder, {
         'model': s.model,
         'settings': {**dataclasses.asdict(s), **this_start, 'dtype': str(machine.dtype)[6:]},
         'model_config': dataclasses.asdict(config),

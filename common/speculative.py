@@ -255,13 +255,8 @@ class DraftStatistics:
         return self.accepted_at.total() / max(1, self.rounds)
 
 
-def acceptance(model, data, s) -> float:
-    """Return the fraction of drafted tokens accepted when continuing validation text.
-
-    Drafts have 5 tokens (NextLat paper, appendix), or as many as the model can draft.
-    """
-    length, T = min(5, model.longest_draft), s.block_size // 2
-    n_prompts = min(s.acceptance_prompts, data.n_windows('val', T))
-    prompts = data.val_batch(range(n_prompts), T)[0].tolist()
-    _, drafts = speculative_generate(model, prompts, s.block_size - T, draft_len=length, seed=s.seed)
-    return drafts.accepted_at.total() / max(1, drafts.drafted)
+def validation_drafts(model, data, block_size: int, n_prompts: int, seed: int = 0) -> DraftStatistics:
+    """Continue the first halves of validation windows, with drafts of up to 5 tokens."""
+    T = block_size // 2
+    prompts = data.val_batch(range(min(n_prompts, data.n_windows('val', T))), T)[0].tolist()
+    return speculative_generate(model, prompts, block_size - T, draft_len=min(5, model.longest_draft), seed=seed)[1]

@@ -68,8 +68,9 @@ def set_axes(axes, curves: list[list[dict]], xlabel: str, what: str = 'validatio
     lowest = min(p['lowest'] for points in curves for p in points)
     highest = max(p['highest'] for points in curves for p in points[len(points) // 4:])
     margin = max(0.04 * (highest - lowest), 1e-3)
-    axes.xaxis.set_major_formatter(EngFormatter())
     axes.set(xlabel=xlabel, xlim=(0, None), ylabel=f'{what}, nats per token', ylim=(lowest - margin, highest + margin))
+    if axes.get_xlim()[1] >= 1000:  # not minutes
+        axes.xaxis.set_major_formatter(EngFormatter())
 
 
 def main(argv: list[str] | None = None) -> None:

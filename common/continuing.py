@@ -81,8 +81,12 @@ def inherit_model_settings(s, given: dict) -> tuple:
     source = runs.read_run(s.init_from)
     values = asdict(runs.saved_config(source, s.init_from))
     if source['model'] != s.model:  # only shared settings; SPS's window is different, its predict stream's
-        known = {f.name for f in fields(runs.model_file(s.model).Config)}
-        known -= {'window'} if 'sps' in (source['model'], s.model) else set()
+        known, window = {f.name for f in fields(runs.model_file(s.model).Config)}, values.get('window')
+        if 'sps' in (source['model'], s.model):
+            known -= {'window'}
+        elif window and 'window' not in known and window < s.block_size:
+            raise UserError(f'{s.init_from} cannot be converted to this model: it has window = {window}, but '
+                            f'model_{s.model} has no window, and block_size is {s.block_size}')
         values = {name: value for name, value in values.items() if name in known}
     if 'documents' not in given and 'eos_id' in values:
         s = replace(s, documents=values['eos_id'] is not None)

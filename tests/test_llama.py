@@ -190,7 +190,7 @@ def test_an_imported_model_can_be_trained_as_any_architecture(args, keeps, tiny_
 
 @pytest.mark.parametrize('name, model, parts', [
     ('Llama 2', ['--model=context_ready'], ['does not fit this model']),
-    ('Mistral', ['--model=nextlat', '--horizon=2'], ['cannot be converted to this model', 'window'])])
+    ('Mistral', ['--model=nextlat', '--objective=ntp'], ['cannot be converted to this model', 'window'])])
 def test_incompatible_architectures_give_a_clear_error(name, model, parts, tiny_data, tmp_path):
     make_folder(tmp_path / 'folder', name)
     import_run(tmp_path / 'folder', tmp_path / 'source')

@@ -7,12 +7,13 @@ import torch
 from conftest import assert_sentence, run, succeeded
 
 from common import checkpoint, export, runs
-from common.lm_eval_adapter import RunLM
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer, padded_vocab, train_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]
 transformers = pytest.importorskip('transformers')
+pytest.importorskip('lm_eval')
+from common.lm_eval_adapter import RunLM
 
 TEXTS = ['a text of some words', "Hello  world, don't\r\n\t 12345", ' a naïve 日本 ☃\n\nx', '']
 MODELS = ['standard', 'sps', 'context_ready', 'nextlat', 'gpn', 'gdn', 'mtp', 'jtp', 'bst']

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from common import export, runs
 from common.decoding import generate
 from common.files import UserError
-from common.lm_eval_adapter import RunLM
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer, train_tokenizer
 
@@ -216,6 +215,8 @@ def test_every_eos_id_is_printed_ends_texts_and_is_exported(in_config, in_genera
     for options in ([], [f'--draft={tmp_path}/plain']):
         result = run('sample.py', tmp_path / 'run', 'ab', '--max_new_tokens=12', '--temperature=0', *options)
         assert f'\n{len(text)} tokens in' in '\n' + succeeded(result).stderr
+    pytest.importorskip('lm_eval')
+    from common.lm_eval_adapter import RunLM
     lm = RunLM(Scorer(model, 64), load_tokenizer('byte'), record['data'].get('ends'))
     request = SimpleNamespace(args=('ab', {'until': [], 'max_gen_toks': 12}))
     assert lm.generate_until([request]) == [load_tokenizer('byte').decode(text).decode(errors='replace')]

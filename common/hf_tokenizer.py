@@ -59,4 +59,3 @@ def byte_level(ranks: dict[bytes, int], splits_words: bool = True):
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)
     fast.add_special_tokens([EOS_NAMES[0]])
     return fast
-

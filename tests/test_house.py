@@ -117,6 +117,13 @@ def writes_to_imported(source):
     return found
 
 
+def test_writes_to_imported_modules_are_found():
+    wrong = ["mock.patch.object(data, 'x', 1)", "setattr(data, 'x', 1)", "torch.library.Library('aten', 'IMPL')"]
+    source = ['import torch, data, os', 'import torch.nn.functional as F', 'from unittest import mock', *wrong,
+              'F.dropout = f', 'module.forward = g', 'x.y = 1', 'self.forward_pass = 2', "os.environ['a'] = 'b'"]
+    assert {*writes_to_imported('\n'.join(source))} == {*wrong, 'F.dropout', 'module.forward'}
+
+
 def test_nothing_patches_another_module_or_a_library():
     found = {(str(path.relative_to(ROOT)), name) for folder in ('', 'common', 'data', 'scans', 'analysis', 'bench')
              for path in (ROOT / folder).glob('*.py') for name in writes_to_imported(path.read_text())}

@@ -8,18 +8,8 @@ import signal
 
 import pytest
 import torch
-from conftest import (
-    STEP_TOKENS,
-    TINY,
-    assert_sentence,
-    config_json,
-    losses,
-    run,
-    run_subprocess,
-    start_training,
-    succeeded,
-    train_tiny,
-)
+from conftest import (STEP_TOKENS, TINY, assert_sentence, config_json, losses, run, run_subprocess, start_training,
+                      succeeded, train_tiny)
 
 import train
 from common import checkpoint, machine, run_settings, runs

@@ -77,7 +77,7 @@ def portable_config(record: dict, folder):
 
 
 def meta_model(model_name: str, config) -> torch.nn.Module:
-    """Return a model on the meta device, for names, shapes, costs. UserError if it cannot be built."""
+    """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
     try:
         with torch.device('meta'):
             return model_file(model_name).Model(config)

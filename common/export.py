@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from attn_kernels import digest
 from common import checkpoint, runs
 from common.files import ROOT, UserError, command, first_line, friendly_errors, read_json, write_file
 from common.hf_tokenizer import fast_tokenizer, save_tokenizer
@@ -33,6 +34,7 @@ from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vo
 
 LINEAR = ',1e9,2e9,1'  # suffix of a rope_scaling that divides all frequencies by one factor
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
+LLAMA_CODE = '790530f6acb6d7e0'  # digest of Block and Model in model_standard.py, which compute what a Llama does
 
 
 @dataclass
@@ -112,7 +114,8 @@ def llama_mismatch(record: dict, c) -> str | None:
     for name, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
         if getattr(c, name) != plain:
             return f'has {name} = {getattr(c, name)}'
-    return None
+    module = runs.model_file('standard')
+    return None if digest(module.Block, module.Model) == LLAMA_CODE else 'is of an edited model_standard.py'
 
 
 def export_run(run, folder, as_llama: bool = True) -> None:
@@ -163,10 +166,13 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
     ).save_pretrained(folder)
     save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
               {'format': 'pt'})
-    for source in (f'{name}.py', 'attn_kernels.py', 'common/hf_model.py'):
-        code = (ROOT / source).read_text(encoding='utf-8').replace('from model_standard import', f'from {name} import')
-        code = re.sub(r'^from (attn_kernels|model_\w+) import', r'from .\1 import', code, flags=re.MULTILINE)
-        write_file(folder / Path(source).name, code.encode())
+    imports, sources = re.compile(r'^from (attn_kernels|model_\w+) import', re.MULTILINE), ['common/hf_model.py']
+    for source in sources:  # and all files that these import
+        code = (ROOT / source).read_text(encoding='utf-8')
+        if source == 'common/hf_model.py':
+            code = code.replace('from model_standard import', f'from {name} import')
+        sources += {f'{other}.py' for other in imports.findall(code)} - {*sources}
+        write_file(folder / Path(source).name, imports.sub(r'from .\1 import', code).encode())
 
 
 # ---- from Hugging Face ----

@@ -239,6 +239,16 @@ def saved_bytes(function):
     return sum(kept.values())
 
 
+def random_model(file, n, std=0.2, **config):
+    """Return a float64 model with large weights, so that each matters, and n windows with eos (59)."""
+    torch.manual_seed(0)
+    model = file.Model(file.Config(**config)).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=std if p.dim() == 2 else 0.7)
+    idx = torch.randint(0, 60, (n, 23))
+    return model, idx.masked_fill(torch.rand(n, 23) < 0.15, 59)
+
+
 def rotary(x, position, theta=10000.0):
     """Rotary embedding of x (..., D) in float64, with (x_j, x_{j + D/2}) as a complex number."""
     D = x.shape[-1]

@@ -58,14 +58,8 @@ def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, monkeypatch):
 
 # ---- bench/gpu.py ----
 
-# A process that holds a lock until it ends.
-LOCKED = """
-import fcntl, sys, time
-file = open(sys.argv[1], 'w')
-fcntl.flock(file, fcntl.LOCK_EX)
-print('locked', flush=True)
-time.sleep(600)
-"""
+LOCKED = ("import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+          "print('locked', flush=True); time.sleep(600)")  # holds a lock until it ends
 
 
 def test_a_gpu_step_ends_all_its_processes_and_logs_their_output(tmp_path):

@@ -1,12 +1,15 @@
 """`common.export --to_hf`: every architecture and tokenizer works in transformers and lm-eval."""
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import assert_sentence, run, succeeded
+from conftest import ROOT, run, succeeded
 
+import model_standard
 from common import checkpoint, export, runs
+from common.files import UserError
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer, padded_vocab, train_tokenizer
 
@@ -124,7 +127,7 @@ def test_every_tokenizer_is_exported(tokenizers, tmp_path, name, bos, ends):
     pytest.importorskip('google.protobuf')
     model, own = make_run(tmp_path / 'run', 'sps', name if name == 'byte' else tokenizers / name, bos, ends)
     export.export_run(tmp_path / 'run', tmp_path / 'hf', as_llama=False)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
     for text in TEXTS:
         ids = [*own.start, *own.encode(text)]
         assert theirs(text).input_ids == ids
@@ -161,8 +164,24 @@ def test_the_chat_template_survives_import_and_export(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'back').chat_template == '{{ messages }}'
 
 
-def test_exporting_an_edited_model_gives_a_clear_error(tmp_path):
-    make_run(tmp_path / 'run', 'gpn', n_embd=64)
-    record = json.loads((tmp_path / 'run/config.json').read_text())
-    (tmp_path / 'run/config.json').write_text(json.dumps(record | {'model': 'gpn.NoDecay'}))
-    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/hf'), 'gpn.NoDecay is a sub')
+def test_a_model_file_that_imports_another_is_exported(tmp_path, monkeypatch):
+    model, _ = make_run(tmp_path / 'run')
+    shutil.copytree(ROOT / 'common', tmp_path / 'common')
+    for name in ('attn_kernels', 'model_standard'):
+        shutil.copy(ROOT / f'{name}.py', tmp_path)
+    (tmp_path / 'model_mine.py').write_text('from model_standard import Config, Model')
+    monkeypatch.setattr(export, 'ROOT', tmp_path)
+    record, idx = {'model': 'mine', 'settings': {'block_size': 64}}, torch.arange(20)[None]
+    export.save_with_code(record, model.config, dict(model.named_parameters()), 257, 256, tmp_path / 'mine')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'mine', trust_remote_code=True)
+    assert theirs(idx).logits.equal(model.logits(idx)[..., :257])
+
+
+def test_an_edited_standard_model_is_no_llama_and_a_subclass_is_not_exported(monkeypatch, tmp_path):
+    class Block(model_standard.Block):
+        pass
+    assert export.llama_mismatch({'model': 'standard'}, model_standard.Config()) is None
+    monkeypatch.setattr(model_standard, 'Block', Block)
+    assert 'edited' in export.llama_mismatch({'model': 'standard'}, model_standard.Config())
+    with pytest.raises(UserError, match='gpn.NoDecay is a subclass'):
+        export.save_with_code({'model': 'gpn.NoDecay'}, None, {}, 0, 0, tmp_path / 'hf')

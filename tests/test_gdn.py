@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import saved_bytes
+from conftest import random_model, saved_bytes
 from test_models import from_config_file, some_tokens
 
 import model_gdn as G
@@ -18,12 +18,7 @@ FORMS = ['loop', 'fast']
 
 
 def make(**values):
-    """Return a float64 model with large random weights, so that each one matters."""
-    torch.manual_seed(0)
-    model = G.Model(G.Config(**SMALL | values)).double()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.25 if p.dim() == 2 else 0.7)
-    return model
+    return random_model(G, 1, 0.25, **SMALL | values)[0]
 
 
 # ---- the recurrence ----
@@ -105,8 +100,7 @@ def test_scan_fla_passes_documents_to_the_kernel_as_sequences(documents, monkeyp
     inputs = [x.detach().bfloat16().double().requires_grad_() for x in some_inputs(13)]  # the kernel multiplies in bf16
     is_doc_start = torch.rand(2, 13) < 0.25 if documents else None
     memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
-    (want, _), (got, _) = (run(memory, inputs, is_doc_start, None, 64)
-                           for run in (gdn.scan_chunks, gdn.scan_fla))
+    (want, _), (got, _) = (run(memory, inputs, is_doc_start, None, 64) for run in (gdn.scan_chunks, gdn.scan_fla))
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     assert all(x.abs().sum() > 0 for x in torch.autograd.grad(got.square().sum(), inputs))
 

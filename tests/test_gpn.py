@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import saved_bytes
+from conftest import random_model, saved_bytes
 from test_models import decode_in_pieces
 
 import attn_kernels
@@ -18,14 +18,7 @@ needs_triton = pytest.mark.skipif(attn_kernels.triton is None, reason='needs Tri
 
 
 def make(**values):
-    """Return a float64 model with large random weights, and windows (3, 23) with eos (59)."""
-    torch.manual_seed(0)
-    model = G.Model(G.Config(**SMALL | values)).double()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2 if p.dim() == 2 else 0.7)
-    idx = torch.randint(0, 60, (3, 23))
-    idx[torch.rand(3, 23) < 0.15] = 59
-    return model, idx
+    return random_model(G, 3, **SMALL | values)
 
 
 def set_form(model, form):

@@ -35,7 +35,7 @@ ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may impor
     'common.hf_model': {'models'},
     'common.hf_tokenizer': {'common.files', 'data'},
     'common.export': {'common.files', 'common.runs', 'common.settings', 'common.checkpoint', 'common.start',
-                      'common.hf_model', 'common.hf_tokenizer', 'data'},
+                      'common.hf_model', 'common.hf_tokenizer', 'data', 'attn_kernels'},
     'scripts': {'scripts', 'data', 'common'},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans'},

@@ -180,8 +180,7 @@ def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatc
 
 # ---- in data and runs ----
 
-def test_a_copied_run_samples_without_data_and_evaluates_on_moved_data(trained, tokenizers, tmp_path,
-                                                                                       monkeypatch):
+def test_a_copied_run_samples_without_data_and_evaluates_on_moved_data(trained, tokenizers, tmp_path, monkeypatch):
     assert (trained / 'tokenizer.json').read_bytes() == (tokenizers / 'own.json').read_bytes()
     copy, data = shutil.copytree(trained, tmp_path / 'copy'), shutil.copytree(tokenizers / 'own', tmp_path / 'moved')
     succeeded(run('sample.py', copy, 'a text', '--max_new_tokens=3'))

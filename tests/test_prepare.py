@@ -154,8 +154,7 @@ def test_preparation_continues_only_with_the_same_source_tokenizer_and_settings(
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-def test_a_killed_preparation_leaves_no_workers_and_continues_to_the_same_bytes(streamed, fineweb,
-                                                                                             tmp_path):
+def test_a_killed_preparation_leaves_no_workers_and_continues_to_the_same_bytes(streamed, fineweb, tmp_path):
     out = tmp_path / 'out'
     process = subprocess.Popen([sys.executable, 'prepare_fineweb.py', str(fineweb), '--config=sample-100BT',
                                 f'--out_dir={out}', '--tokenizer=byte', '--val_share=0.1', '--shard_tokens=100_000',

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run_subprocess, succeeded
+from conftest import ROOT, random_model, run_subprocess, succeeded
 
 import scans
 from attn_kernels import digest
@@ -44,14 +44,7 @@ def edited(tmp_path, monkeypatch):
 
 
 def make(file, name, **values):
-    """Return a float64 model with large random weights, and windows with documents."""
-    torch.manual_seed(0)
-    model = file.Model(file.Config(**MODELS[name] | values)).double()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2 if p.dim() == 2 else 0.7)
-    idx = torch.randint(0, 60, (2, 23))
-    idx[torch.rand(2, 23) < 0.15] = 59
-    return model, idx
+    return random_model(file, 2, **MODELS[name] | values)
 
 
 @torch.no_grad()

@@ -247,8 +247,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(tiny_data, name, valu
 
 
 @pytest.mark.slow
-def test_logged_parts_of_the_loss_equal_those_of_eval(tiny_data, tmp_path,
-                                                                                                monkeypatch):
+def test_logged_parts_of_the_loss_equal_those_of_eval(tiny_data, tmp_path, monkeypatch):
     args = ['--model=nextlat', '--horizon=2', '--micro_batch_size=20']  # validation in one batch, as below
     monkeypatch.setattr(machine.Machine, 'peak_flops', lambda self: 1e12)
     result = train_tiny(tiny_data, tmp_path, *args, steps=2)

@@ -240,7 +240,7 @@ def saved_bytes(function):
 
 
 def random_model(file, n, std=0.2, **config):
-    """Return a float64 model with large weights, so that each matters, and n windows with eos (59)."""
+    """Return a float64 model with large weights, so that each counts; n windows with eos (59)."""
     torch.manual_seed(0)
     model = file.Model(file.Config(**config)).double()
     for p in model.parameters():

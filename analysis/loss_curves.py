@@ -52,8 +52,9 @@ def axes_of(curves: list[list[dict]]) -> list[str]:
 
 def plot(curves: dict[str, list[dict]], minus: str | None = None):
     """Draw {label: points} in a panel per axis. minus: the label that was subtracted."""
-    drawn_over, what = axes_of(list(curves.values())), f'validation loss minus {minus}' if minus else 'validation loss'
-    figure, panels = figures.new_figure(what.capitalize(), 1, len(drawn_over), figsize=(5.5 * len(drawn_over), 5))
+    drawn_over, what = axes_of(list(curves.values())), 'difference' if minus else 'validation loss'
+    title = f'Validation loss minus that of {minus}' if minus else 'Validation loss'
+    figure, panels = figures.new_figure(title, 1, len(drawn_over), figsize=(5.5 * len(drawn_over), 5))
     for axes, axis in zip(panels, drawn_over):
         for label, points, style in figures.styled(curves):
             figures.draw_band(axes, [p[axis] for p in points], points, label=label, **style)

@@ -16,16 +16,18 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     The values come from the user or from --init_from. Settings: train.py's dataclass.
     """
     if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
-        from common import continuing
-        argv = continuing.add_model_option(argv)
+        from common.continuing import add_model_option
+        argv = add_model_option(argv)
     s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
     if s.out_dir is None:
         s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
     record = None
     if s.extend or s.resume:
-        s, record = continuing.continued_settings(s, given)
-    elif s.init_from:
-        s, given = continuing.inherit_model_settings(s, given)
+        from common.continuing import continued_settings
+        s, record = continued_settings(s, given)
+    elif s.init_from:  # perhaps from a config file
+        from common.continuing import inherit_model_settings
+        s, given = inherit_model_settings(s, given)
     own = {f.name for f in fields(Settings)}
     return s, {name: value for name, value in given.items() if name not in own}, record
 

@@ -129,7 +129,8 @@ def test_a_signal_finishes_the_step_saves_and_prints_the_command_that_continues(
 @pytest.mark.slow
 def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_data, tiny_run, tmp_path):
     new = tmp_path / 'new'
-    succeeded(train_tiny(tiny_data, new, f'--init_from={tiny_run}', steps=2))
+    (tmp_path / 'from_tiny.py').write_text(f'init_from = {str(tiny_run)!r}')
+    succeeded(train_tiny(tiny_data, new, tmp_path / 'from_tiny.py', steps=2))
     assert losses(new)[1][0] < losses(tiny_run)[1][0] - 1
     wider = train_tiny(tiny_data, tmp_path / 'other', f'--init_from={tiny_run}', '--n_embd=32')
     assert_sentence(wider, 'embed.weight has shape')

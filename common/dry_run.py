@@ -1,4 +1,5 @@
 """Dry run of train.py: check the settings, print sizes and costs, estimate a step's memory."""
+import bisect
 import math
 import os
 from types import SimpleNamespace
@@ -53,20 +54,21 @@ def print_memory(s, model, n_processes: int) -> None:
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
     held = state_bytes(model, n_processes // n_shards, n_shards, n_rows < most)
     share = f'1/{n_shards} of ' if n_shards > 1 else ''
-    print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='')
+    print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='',
+          flush=True)
     dtype = pick_dtype(s.dtype, 'cuda')
     try:
-        fixed, per_row = activation_bytes(model, dtype, s.block_size)
+        needed = held + activation_bytes(model, dtype, s.block_size, n_rows)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a meta implementation
         print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
         return
-    needed = held + fixed + per_row * n_rows
     print(f', {needed / 2**30:.2f} GiB at the peak of a step on a GPU, with micro-batches of {n_rows} and matrix '
           f'products in {str(dtype)[6:]}')
     if s.memory is None:
         return
     room = 0.95 * s.memory * 2 ** 30  # 5% for the driver and fragmentation
-    largest = min(most, int((room - held - fixed) / per_row))
+    largest = bisect.bisect(range(1, most + 1), room - held,
+                            key=lambda n: activation_bytes(model, dtype, s.block_size, n))
     advice = f'the largest micro_batch_size that fits is {largest}'
     if largest < 1:
         advice = 'no micro_batch_size fits: use a smaller block_size or model, or a checkpoint_ setting (--help)'

@@ -2,7 +2,6 @@
 
 The step runs on meta tensors, which have no storage, and the bytes they would take are counted.
 """
-import math
 import weakref
 
 import torch
@@ -55,20 +54,15 @@ class EmulateGPU(DeviceContext):  # a DeviceContext, the only mode that checkpoi
                                           kwargs)
 
 
-def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int) -> tuple[float, float]:
-    """Return peak bytes of forward and backward without weights and gradients: (fixed, per row).
+def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows: int) -> int:
+    """Return peak bytes of forward and backward on n_rows windows, without weights and gradients.
 
-    model: on the meta device. Assumes one document per window. Fitted at about 2,000 and 4,000
-    tokens per micro-batch; the logits of a chunked loss do not grow beyond that, so estimates for
-    larger ones are right or somewhat high. Memory inside our C and Triton operators is not counted.
+    model: on the meta device. Assumes one document per window. Memory inside our C and Triton
+    operators is not counted.
     """
-    few, peaks = math.ceil(2048 / T), []
     for p in model.parameters():
         p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
-    for n_rows in (few, 2 * few):
-        tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
-        with LiveBytes() as live, EmulateGPU(dtype):
-            model(tokens, tokens)['loss'].backward()
-        peaks.append(live.peak)
-    per_row = (peaks[1] - peaks[0]) / few
-    return peaks[0] - few * per_row, per_row
+    tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
+    with LiveBytes() as live, EmulateGPU(dtype):
+        model(tokens, tokens)['loss'].backward()
+    return live.peak

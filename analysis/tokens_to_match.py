@@ -45,7 +45,8 @@ def constant_rate(runs: list[str]) -> Curve:
         if s.schedule == 'cosine':
             raise UserError(f'{same_length[0]} has schedule = cosine, without a constant learning rate: expected wsd '
                             'or constant')
-        figures.final_loss(same_length[0])  # UserError if it is unfinished
+        if not ends:  # longer runs may have been stopped
+            same_length = figures.finished(same_length)
         is_wsd = s.schedule == 'wsd'
         before = int(s.max_tokens * (1 - s.decay_fraction)) if is_wsd else s.max_tokens
         points += [p for p in figures.curve(same_length) if (not ends or p['tokens'] > ends[-1][0])

@@ -102,8 +102,8 @@ def length_run(folder, method, losses, max_tokens, every=100, **kwargs):
 def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
     # Standard: 2,000 tokens, decay from 1,800; then 10,000 tokens, decay from 9,000, start ignored
     short = length_run(tmp_path / 'short', 'standard', [1.0] + [5.0 - 0.1 * i for i in range(1, 19)] + [1.0, 1.0], 2000)
-    long = length_run(tmp_path / 'long', 'standard', [1.0] * 10 + [4.0 - 0.05 * i for i in range(10, 46)] + [0.5] * 5,
-                      10_000, every=200, extend=short)
+    constant = [1.0] * 10 + [4.0 - 0.05 * i for i in range(10, 46)]
+    long = length_run(tmp_path / 'long', 'standard', constant + [0.5] * 5, 10_000, every=200, extend=short)
     sps = length_run(tmp_path / 'sps', 'sps', [1.0] + [4.5 - 0.1 * i for i in range(1, 19)] + [0.1, 0.1], 2000)
     (first, second), found = drawn(tmp_path, 'tokens_to_match', short, sps, long)
     # SPS is at 2.7 after 1,800 tokens. Standard: 3.2, then 4 - tokens / 4000: 2.7 at 5,200
@@ -112,8 +112,11 @@ def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
     # conversely: SPS first reaches 3.2 or less at 1,300
     assert (second['loss_of'], second['by'], second['tokens']) == ('standard', 'sps', '1300')
     assert '2.889 times as many' in found.stdout
-    # without the long run, Standard never reaches it
-    (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps)
+    stopped = length_run(tmp_path / 'stopped', 'standard', constant[:31], 10_000, every=200, extend=short)
+    assert drawn(tmp_path, 'tokens_to_match', short, sps, stopped)[0][0]['tokens'] == '5200'
+    # without the long run, Standard never reaches it, whatever an unfinished second seed says
+    half = length_run(tmp_path / 'half', 'standard', [1.0] * 10, 2000, seed=2)
+    (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps, half)
     assert 'standard does not reach it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
 
 

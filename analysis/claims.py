@@ -182,9 +182,9 @@ def judge(ours: list[float], other: list[float], direction: str, test: str, marg
     return {'difference': gap, 'low': low, 'high': high, 'p': p, 'p_opposite': p_opposite}
 
 
-def holm(p_values: list[float]) -> list[float]:
-    """Correct p-values for multiple tests by Holm's method."""
-    n, ordered = len(p_values), sorted(p_values)
+def holm(p_values: list[float], n: int) -> list[float]:
+    """Correct p-values by Holm's method for n tests, of which some may not have been run."""
+    ordered = sorted(p_values)
     return [min(1, max((n - i) * q for i, q in enumerate(ordered[:ordered.index(p) + 1]))) for p in p_values]
 
 
@@ -193,7 +193,8 @@ def add_verdicts(rows: list[dict]) -> dict[str, dict]:
     found = {}
     for paper in PAPERS:
         of_paper = [row for row in rows if row['paper'] == paper]
-        corrected = [holm([row[key] for row in of_paper]) for key in ('p', 'p_opposite')]
+        n = sum(claim.paper == paper for claim in CLAIMS)
+        corrected = [holm([row[key] for row in of_paper], n) for key in ('p', 'p_opposite')]
         for row, p, p_opposite in zip(of_paper, *corrected):
             verdict = SUPPORTED if p < ALPHA else CONTRADICTED if p_opposite < ALPHA else INCONCLUSIVE
             found[row['name']] = row | {'p_holm': p, 'p_opposite_holm': p_opposite, 'verdict': verdict}

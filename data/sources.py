@@ -303,7 +303,7 @@ def document(place: str, record, split: str | None, s) -> tuple | None:
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
     text = record.get(s.text_field)
-    if text is None:
+    if text in (None, ''):
         return None
     fields_to_read(place, [*record], s)
     key = record[s.id_field] if s.id_field else None

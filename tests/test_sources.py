@@ -68,7 +68,7 @@ def write(folder, kind, records, n_files=3):
             path.write_text(mark + (lines if kind == 'jsonl' else json.dumps(part)), encoding='utf-8')
 
 
-RECORDS = [{'id': str(i), 'text': None if i in (7, 300) else line} for i, line in enumerate(LINES)]
+RECORDS = [{'id': str(i), 'text': {7: None, 300: ''}.get(i, line)} for i, line in enumerate(LINES)]
 WITH_TEXT = [record['text'] for record in RECORDS if record['text']]
 
 

@@ -92,7 +92,8 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
             if 'the gradients were not finite' in result.stderr:
                 write_file(folder / DIVERGED, result.stderr.encode())
             if loss_of(folder) is None:
-                raise UserError(f'{folder} did not finish: {result.stderr.strip()[-1000:]}')
+                raise UserError(f'{folder} did not finish: '
+                                + (result.stderr.strip()[-1000:] or f'exit status {result.returncode}'))
             print(f'{i}/{len(todo)}  {folder.name}: {loss_of(folder):.4f}', flush=True)
     finally:
         pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C no further run starts

@@ -5,11 +5,10 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, run, succeeded
+from conftest import ROOT, assert_sentence, run, succeeded
 
 import model_standard
 from common import checkpoint, export, runs
-from common.files import UserError
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer, padded_vocab, train_tokenizer
 
@@ -166,22 +165,23 @@ def test_the_chat_template_survives_import_and_export(tmp_path):
 
 def test_a_model_file_that_imports_another_is_exported(tmp_path, monkeypatch):
     model, _ = make_run(tmp_path / 'run')
-    shutil.copytree(ROOT / 'common', tmp_path / 'common')
-    for name in ('attn_kernels', 'model_standard'):
-        shutil.copy(ROOT / f'{name}.py', tmp_path)
-    (tmp_path / 'model_mine.py').write_text('from model_standard import Config, Model')
-    monkeypatch.setattr(export, 'ROOT', tmp_path)
+    root = shutil.copytree(ROOT, tmp_path / 'root', ignore=shutil.ignore_patterns('.*', 'out', 'data', 'results'))
+    (root / 'model_mine.py').write_text('from model_standard import Config, Model')
+    monkeypatch.setattr(export, 'ROOT', root)
     record, idx = {'model': 'mine', 'settings': {'block_size': 64}}, torch.arange(20)[None]
     export.save_with_code(record, model.config, dict(model.named_parameters()), 257, 256, tmp_path / 'mine')
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'mine', trust_remote_code=True)
     assert theirs(idx).logits.equal(model.logits(idx)[..., :257])
 
 
-def test_an_edited_standard_model_is_no_llama_and_a_subclass_is_not_exported(monkeypatch, tmp_path):
+def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypatch):
+    make_run(tmp_path / 'run', 'gpn', n_embd=64)
+    record = json.loads((tmp_path / 'run/config.json').read_text())
+    (tmp_path / 'run/config.json').write_text(json.dumps(record | {'model': 'gpn.NoDecay'}))
+    assert_sentence(run('-m', 'common.export', tmp_path / 'run', f'--to_hf={tmp_path}/hf'), 'gpn.NoDecay is a sub')
+
     class Block(model_standard.Block):
         pass
     assert export.llama_mismatch({'model': 'standard'}, model_standard.Config()) is None
     monkeypatch.setattr(model_standard, 'Block', Block)
     assert 'edited' in export.llama_mismatch({'model': 'standard'}, model_standard.Config())
-    with pytest.raises(UserError, match='gpn.NoDecay is a subclass'):
-        export.save_with_code({'model': 'gpn.NoDecay'}, None, {}, 0, 0, tmp_path / 'hf')

@@ -1,5 +1,6 @@
 """Dry run of train.py: check the settings, print sizes and costs, estimate a step's memory."""
 import bisect
+import functools
 import math
 import os
 from types import SimpleNamespace
@@ -57,8 +58,9 @@ def print_memory(s, model, n_processes: int) -> None:
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='',
           flush=True)
     dtype = pick_dtype(s.dtype, 'cuda')
+    activations = functools.cache(lambda n: activation_bytes(model, dtype, s.block_size, n))
     try:
-        needed = held + activation_bytes(model, dtype, s.block_size, n_rows)
+        needed = held + activations(n_rows)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a meta implementation
         print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
         return
@@ -67,8 +69,7 @@ def print_memory(s, model, n_processes: int) -> None:
     if s.memory is None:
         return
     room = 0.95 * s.memory * 2 ** 30  # 5% for the driver and fragmentation
-    largest = bisect.bisect(range(1, most + 1), room - held,
-                            key=lambda n: activation_bytes(model, dtype, s.block_size, n))
+    largest = most if held + activations(most) <= room else bisect.bisect(range(1, most), room - held, key=activations)
     advice = f'the largest micro_batch_size that fits is {largest}'
     if largest < 1:
         advice = 'no micro_batch_size fits: use a smaller block_size or model, or a checkpoint_ setting (--help)'

@@ -57,6 +57,8 @@ def print_memory(s, model, n_processes: int) -> None:
     share = f'1/{n_shards} of ' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='',
           flush=True)
+    if any(getattr(module, 'fast', None) for module in model.modules()):
+        return print('; activations in the scan of a recurrent model are not estimated')
     dtype = pick_dtype(s.dtype, 'cuda')
     activations = functools.cache(lambda n: activation_bytes(model, dtype, s.block_size, n))
     try:

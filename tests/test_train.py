@@ -332,7 +332,7 @@ def test_every_sps_config_is_estimated_to_fit_80_gib(method, scale):
 
 @pytest.mark.slow
 def test_a_dry_run_prints_the_data_command_and_the_papers_size():
-    for config, size in ('gpn/gpn_transformer', '130,763,520'), ('context_ready/owt_d5_c1120', '157,205,440'):
+    for config, size in ('gpn/gpn_130m', '129,151,902'), ('context_ready/owt_d5_c1120', '157,205,440'):
         command = importlib.import_module(f'config.{config.replace("/", ".")}').make_data
         shown = run('train.py', f'config/{config}.py', '--dry_run').stdout
         assert f'{size} parameters' in shown and command in shown

@@ -325,7 +325,7 @@ def rope_table(positions, head_size, theta, scaling=None):
 def check_shape(config):
     """Check a Config's sizes, and fill in head_size and n_kv_head if None. Raises ValueError."""
     c = config
-    if c.head_size is None and c.n_embd % (2 * c.n_head):
+    if c.head_size is None and (c.n_head < 1 or c.n_embd % (2 * c.n_head)):
         raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
     c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
     if c.head_size % 2:

@@ -96,6 +96,8 @@ class Config:
         if self.bptt and (self.K == 1 or self.checkpoint_unrolls):
             raise ValueError(f'bptt = True with K = {self.K}, checkpoint_unrolls = {self.checkpoint_unrolls}: '
                              'streaming needs a correction (K > 1) and has no unrolls')
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout = {self.dropout}: expected at least 0, and less than 1')
         if self.scan == 'fast' and not (self.bptt and self.block == 'gpt' and context_ready):
             raise ValueError("scan = 'fast' needs the folder scans/, bptt = True and block = 'gpt': use 'auto'")
 

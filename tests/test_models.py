@@ -392,10 +392,10 @@ def test_parameter_counts_match_the_papers(path, millions):
     ('standard', dict(rope_scaling='8,1,4'), "rope_scaling = '8,1,4': expected 'factor,low,high,tokens'"),
     ('standard', dict(rope_scaling='8,1,4,nan'), "expected 'factor,low,high,tokens'"),
     ('bst', dict(pair_share=0), 'pair_share = 0: expected more than 0, and at most 1'),
-    ('nextlat', dict(horizon=0), 'horizon = 0: expected at least 1'),
+    ('nextlat', dict(horizon=0), 'horizon = 0: expected at least 1'), ('standard', dict(n_head=0), 'even whole number'),
     ('context_ready', dict(K=1, bptt=True), 'needs a correction'),
     ('context_ready', dict(variant='extra_ffn'), 'nothing to unroll'),
-    ('context_ready', dict(qk_norm=True), "settings of block = 'llama'"),
+    ('context_ready', dict(qk_norm=True), "settings of block = 'llama'"), ('context_ready', dict(dropout=2), 'dropout'),
     ('context_ready', dict(n_embd=18, n_head=2), 'even whole number')])
 def test_conflicting_settings_give_a_clear_error(name, values, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):

@@ -1,7 +1,8 @@
 """Token data by name: built-in texts and tasks (one file each here), data folders, .txt files.
 
 Each file in this folder is built-in data if it has `documents()`, which yields (split, text), or a
-dataclass `Task`, which generates rows on demand (tasks.py).
+dataclass `Task`, which generates rows on demand (tasks.py). The documents are stored in data/built
+on first use: after editing the file, delete that folder.
 """
 import importlib
 import re

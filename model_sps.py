@@ -50,7 +50,7 @@ METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other 
 
 @dataclass
 class Config:
-    method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # the paper's method: `METHODS`
+    method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # method of the paper, see `METHODS`
     window: int | None = 64  # w: past positions of the windowed stream that a query sees; None: all (2x Memory)
     predict_layers: int | None = None  # beyond the paper: run rho in the top n layers only; None: in all layers
     predict_input: Literal['predict', 'token', 'state'] = 'predict'  # initial rho: <predict>; + x (token); + h (state)

@@ -238,7 +238,7 @@ def main(argv=None):
         shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
         for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
             line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
-            print(f'{label}, {stream}: ' + ', '.join(f'k = {k} {line[k - 1]:.3g}' for k in shown))
+            print(f'{label}, {stream}: ' + ', '.join(f'k = {k}: {line[k - 1]:.3g}' for k in shown))
         figures.write_figure(s.out, runs, 'gradient_flow', rows, plot(rows))
 
 

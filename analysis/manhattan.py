@@ -45,7 +45,7 @@ class Settings(figures.ModelSettings):
     n_prefixes: int = 1000  # pairs of prefixes for `compression`
     n_walks: int = 6400  # walks to reconstruct the map from; fewer for a small city, see docs/nextlat.md
     max_degree: int = 8  # maximum streets that leave a place, including invented ones
-    distance: float = 4.0  # maximum length of an invented street, in streets; the paper: half a mile
+    distance: float = 4.0  # maximum length of an invented street; real ones have about 1; the paper: half a mile
     batch_size: int = 256  # rows processed at a time
 
 

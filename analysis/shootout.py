@@ -49,7 +49,7 @@ class Settings:
     head_size: int = 32  # head size of Standard
     block_size: int = 256  # tokens per window
     batch_size: int = 4  # windows per step
-    eval_tokens: int = 500_000  # tokens of a validation
+    eval_tokens: int = 500_000  # validation tokens per evaluation
     seeds: int = 5  # runs of each model and budget at its best learning rate
     jobs: int = 2  # runs trained at a time, with one thread each
     decode_tokens: int = 64  # tokens decoded in each of six rounds

@@ -141,7 +141,7 @@ def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
     try:
         value = json.loads(Path(path).read_bytes())
         if not isinstance(value, dict):
-            raise ValueError(f'expected an object, got a {type(value).__name__}')
+            raise ValueError(f'expected a JSON object, got {type(value).__name__}')
         check(value)
     except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is damaged ({error}): {remedy}')

@@ -77,7 +77,7 @@ class Task:
         return np.array(ids[:self.row_tokens])
 
     def _walk(self, rng) -> list[int]:
-        """Return the ids of a random walk between two different nodes that are not held out."""
+        """Return the ids of a random walk whose (start, end) pair is not held out."""
         while True:
             start = node = self.starts[rng.integers(len(self.starts))]
             turns = []

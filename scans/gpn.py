@@ -147,7 +147,7 @@ def l2_normalize(x, eps):
 
 
 def key_of(z, n_head):
-    """Return a key or query (..., H, K) from its product z (..., HK), eq. 8, and the divisor."""
+    """Return a key or query (..., H, K) from its projection z (..., HK), eq. 8, and its norm."""
     return l2_normalize(F.relu(z.unflatten(-1, (n_head, -1))), KEY_EPS)
 
 

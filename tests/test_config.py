@@ -104,7 +104,7 @@ def test_every_config_file_loads(path):
 
 def test_sps_runs_decay_and_evaluate_like_the_official_code():
     s40, s100 = (run_settings.read_settings(train.Settings, args)[0] for args in (
-        ['config/standard_s.py', '--max_tokens=40e9'], ['config/sps/standard_xl_100b.py']))
+        ['config/standard_s.py', '--max_tokens=40e9'], ['config/standard_xl.py', '--max_tokens=100e9']))
     for s, decay in ((s40, 36e9), (s100, 90e9)):
         tokens_per_step = s.batch_size * s.block_size
         assert 0 <= decay - runs.last_before_decay(s) * tokens_per_step < tokens_per_step

@@ -50,7 +50,7 @@ ALLOWED_WRITES = {('common/gpu.py', name) for name in (
 
 
 def modules():
-    """Return {name: path} of all modules except in tests, bench and analysis."""
+    """Return {name: path} of the modules in the root, common, data and scans."""
     paths = [*ROOT.glob('*.py'), *(p for folder in ('common', 'data', 'scans') for p in (ROOT / folder).glob('*.py'))]
     names = {p: '.'.join(p.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__') for p in paths}
     return {name: path for path, name in names.items()}

@@ -224,7 +224,7 @@ def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
     bad = {'w': torch.ones(3), 'exp_avg_sq/w': torch.tensor([1, float('inf')])}
     with pytest.raises(UserError, match='exp_avg_sq/w contains NaN or infinity after step 3.*step_00000002'):
         checkpoint.save_checkpoint(run_folder, 3, bad, {'step': 3})
-    for step in (2, 1):  # checksums are correct
+    for step in (2, 1):  # with correct checksums, so the NaN check has to find it
         assert load(run_folder) == (step, step)
         newest = checkpoint.checkpoints(run_folder)[2 - step]
         save_file({'w': torch.tensor([1, float('nan')])}, newest / 'model.safetensors')

@@ -217,6 +217,6 @@ class Model(nn.Module):
         Fetch has d + 1 inputs and d outputs per token.
         """
         c = self.config
-        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head also runs for each further token
+        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # further tokens use the head too
         weights += c.horizon * self.fetch.qkv.weight.numel() + (c.horizon - 1) * self.fetch.attn_out.weight.numel()
         return 6 * weights + 12 * c.n_layer * c.n_embd * mean_keys(self.sees, T)

@@ -202,5 +202,5 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
-        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # the head also runs for each further token
+        weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # further tokens use the head too
         return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * mean_keys(self.sees, T)

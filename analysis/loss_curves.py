@@ -64,7 +64,7 @@ def plot(curves: dict[str, list[dict]], minus: str | None = None):
 
 
 def set_axes(axes, curves: list[list[dict]], xlabel: str, what: str = 'validation loss') -> None:
-    """Label both axes (x ticks: 2 M, 20 G). The upper y limit ignores each curve's first quarter."""
+    """Label both axes (x ticks: 2 M, 20 G). The top of y ignores each curve's first quarter."""
     from matplotlib.ticker import EngFormatter
     lowest = min(p['lowest'] for points in curves for p in points)
     highest = max(p['highest'] for points in curves for p in points[len(points) // 4:])

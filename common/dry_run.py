@@ -31,7 +31,8 @@ def dry_run(s, given: dict, record, machine) -> None:
 def assumed_data(s, record) -> SimpleNamespace:
     """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
 
-    Its field `command` prepares the data: the config's make_data if it names that folder, else FineWeb-Edu's.
+    Its field `command` prepares the data: the config's make_data if it names that folder, else
+    FineWeb-Edu's.
     """
     record = record or (runs.read_run(s.init_from) if s.init_from else {})
     like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,

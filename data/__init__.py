@@ -47,7 +47,7 @@ def has_data(name: str) -> bool:
 
 
 def text_data(path: Path) -> tuple[Path, Iterator | None]:
-    """Return (data folder, documents) for a .txt file or a folder of only .txt files, else (path, None).
+    """Return (data folder, documents) for a .txt file or a folder of them, else (path, None).
 
     The folder's name depends on the names, sizes and mtimes of the files.
     """

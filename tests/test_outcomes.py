@@ -169,7 +169,7 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert 'parameters are sps: expected standard and others' in found.stderr  # no standard run has the size of `lonely`
+    assert 'parameters are sps: expected standard and others' in found.stderr  # `lonely` is alone in its size
 
 
 # ---- tables ----

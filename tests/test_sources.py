@@ -226,7 +226,7 @@ def test_repeated_ids_are_reported_and_shares_count_documents(n_ids, said, tmp_p
 def test_val_share_considers_only_documents_within_max_tokens(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
     result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))
-    assert "1 records without text in field 'text' were skipped" in result.stdout  # counts only records read before max_tokens
+    assert "1 records without text in field 'text' were skipped" in result.stdout  # only of those read
     splits = Data(tmp_path / 'out').splits
     assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
     assert not any(split_of(str(i), 0.03) == 'val' for i in range(40))  # which is why it was raised

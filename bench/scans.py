@@ -34,8 +34,8 @@ def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Ca
     file = runs.model_file(name)
     model = file.Model(file.Config(scan=form.split()[0], **values)).to(DEVICE)
     for p in model.parameters():  # all: zero matrices would make other gradients zero
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.03)
+        if p.dim() == 2:  # so small that rounding errors do not grow from token to token
+            torch.nn.init.normal_(p, std=0.5 * p.shape[1] ** -0.5)
     tokens = torch.randint(0, model.config.n_ids, (2, batch_size, T), device=DEVICE)
 
     def step():

@@ -198,7 +198,7 @@ def make_block_mask(sees, T, device, doc_start, keys, queries):
 def _flex_attention(q, k, v, block_mask):
     from torch.nn.attention.flex_attention import flex_attention
     run = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    # contiguous: with fewer than 128 queries, PyTorch 2.11 ignores the offset of a slice (PyTorch issue 175325)
+    # contiguous: PyTorch 2.11's kernel for short queries ignores a slice's offset (issue 175325)
     return run(q.contiguous(), k, v, block_mask=block_mask)
 
 

@@ -18,7 +18,7 @@ from bench import DEVICE, GPU, alternate, measure
 from common import gpu
 
 N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if GPU else (8, 4096, 64)  # TOKENS: per call
-LENGTHS = (1024, 4096, 16384) if GPU else (256, 1024, 2048)
+LENGTHS = (4096, 1024, 16384) if GPU else (256, 1024, 2048)
 DTYPES = (torch.bfloat16,) if GPU else (torch.bfloat16, torch.float32)
 PATTERNS = {  # name: (model file, Config values, key streams)
     'causal': (model_standard, dict(window=None), (0,)),

@@ -21,6 +21,7 @@ position; each weight's gradient is one large product over all positions at the 
     T positions, B batch size, C width, H heads, D head size, W keys that a query may see
 """
 import math
+import warnings
 
 import torch
 import torch.nn as nn
@@ -78,7 +79,9 @@ def _run_graphed(model, inputs, params):
     if key not in graphs:
         e, *others = given
         e, *own = (x.detach().clone().requires_grad_() for x in (e, *params))
-        graphs[key] = torch.cuda.make_graphed_callables(scan, (e, *others, *own))
+        with warnings.catch_warnings():  # PyTorch warms up on one stream and captures on another
+            warnings.filterwarnings('ignore', 'The AccumulateGrad node')
+            graphs[key] = torch.cuda.make_graphed_callables(scan, (e, *others, *own))
     # `p * 1`: p.grad gets a copy of the graph's gradients, which the next replay overwrites
     return graphs[key](*given, *(p * 1 for p in params))
 

@@ -328,6 +328,8 @@ def train(s, config, data, record, machine, argv):
     n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
+    if compiled is not model:
+        print('The first step and the first validation compile the model, which takes a minute or so.', flush=True)
 
     with catch_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)

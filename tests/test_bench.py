@@ -81,7 +81,7 @@ def test_a_gpu_step_ends_all_its_processes_and_logs_their_output(tmp_path):
     raise AssertionError('a process started by the step is still running')
 
 
-def test_gpu_steps_exist_and_fit_in_five_calls():
+def test_gpu_steps_exist_and_fit_in_two_calls():
     for _, (first, *rest) in gpu.STEPS.values():
         assert importlib.util.find_spec(rest[0]) if first == '-m' else (ROOT / first).exists(), first
-    assert sum(seconds for seconds, _ in gpu.STEPS.values()) <= 5 * gpu.LIMIT < 3000
+    assert sum(seconds for seconds, _ in gpu.STEPS.values()) <= 2 * gpu.LIMIT < 1200

@@ -83,9 +83,9 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
         print(f'{data}, {label}' if data else label)
         for name, points in scores.items():
             end, step = points[-1], solved_from(points)
-            verdict = ', not solved' if step is None else f', at least {SOLVED} from step {step:,} on'
-            if name == 'val' or name.startswith('val_'):  # a loss
-                verdict = ''
+            verdict = ''  # for a loss
+            if name.startswith(tuple(Settings.scores.split(','))):
+                verdict = ', not solved' if step is None else f', at least {SOLVED} from step {step:,} on'
             print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
                   f'seeds: {end["seeds"]}) after {end["step"]:,} steps{verdict}')
 

@@ -222,8 +222,7 @@ def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
 @pytest.mark.slow
 def test_two_processes_give_the_same_table_as_one(runs, tiny_data, tmp_path):
     small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto', f'--out={tmp_path}/out']
-    command, several = ['-m', 'analysis.speculative', runs / 'nextlat'], f'--data={tiny_data},{tiny_data}'
-    both = []
+    command, several, both = ['-m', 'analysis.speculative', runs / 'nextlat'], f'--data={tiny_data},{tiny_data}', []
     for processes in (2, 1):
         result = succeeded(run(*command, *small, several, processes=processes))
         assert result.stdout.count('tokens per verification') == 1
@@ -255,6 +254,7 @@ def test_the_summary_has_the_best_fixed_length_and_auto():
     heads, _, row = markdown(tables).splitlines()
     assert heads.startswith('| run | wiki: speed-up | wiki: accepted | wiki: length | wiki: auto | code: speed-up |')
     assert row == '| a | 1.50 | 1.20 | 2 | 1.75 | 1.25 | 1.00 | 1 |  |'
+    assert '| x/wiki: speed-up |' in markdown({**tables, ('out/a', 'y/wiki'): wiki})
 
 
 @pytest.mark.slow

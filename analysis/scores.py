@@ -83,8 +83,8 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
         print(f'{data}, {label}' if data else label)
         for name, points in scores.items():
             end, step = points[-1], solved_from(points)
-            verdict = ''  # for a loss
-            if name.startswith(tuple(Settings.scores.split(','))):
+            verdict = ''  # a loss
+            if any(score in name for score in Settings.scores.split(',')):  # rnn_accuracy_1, too
                 verdict = ', not solved' if step is None else f', at least {SOLVED} from step {step:,} on'
             print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
                   f'seeds: {end["seeds"]}) after {end["step"]:,} steps{verdict}')

@@ -114,14 +114,12 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
     """Return NAME.md, from {(run, folder): rows of `compare_lengths`}."""
     found = {run: {'run': Path(run).name} for run, _ in tables}
-    names = {folder: Path(folder).name for _, folder in tables}
     for (run, folder), rows in tables.items():
-        name = names[folder] if len({*names.values()}) == len(names) else folder  # a/val and b/val
         fixed = [row for row in rows if row['draft_len'] != 'auto']
         row = max([row for row in fixed if row['draft_len'] > 1] or fixed or rows, key=lambda row: row['speedup'])
         auto = [f'{row["speedup"]:.2f}' for row in rows if row['draft_len'] == 'auto']
-        found[run] |= {f'{name}: speed-up': f'{row["speedup"]:.2f}', f'{name}: accepted': f'{row["accepted"]:.2f}',
-                       f'{name}: length': row['draft_len'], f'{name}: auto': ''.join(auto)}
+        found[run] |= {f'{folder}: speed-up': f'{row["speedup"]:.2f}', f'{folder}: accepted': f'{row["accepted"]:.2f}',
+                       f'{folder}: length': row['draft_len'], f'{folder}: auto': ''.join(auto)}
     return markdown_table(list(found.values())) + '\n'
 
 

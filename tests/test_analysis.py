@@ -135,7 +135,7 @@ def test_figures_reject_unusable_runs_with_a_clear_error(tmp_path, script):
     assert not list(tmp_path.glob('figure*'))
 
 
-def test_score_curves_and_the_step_from_which_a_task_stays_solved(tmp_path):
+def test_score_curves_and_the_step_from_which_a_task_stays_solved(tmp_path, capsys):
     runs = []
     for seed in (0, 1):
         log = [{'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy_0': a,
@@ -144,9 +144,10 @@ def test_score_curves_and_the_step_from_which_a_task_stays_solved(tmp_path):
         runs.append(write_run(tmp_path / f'{seed}', [], seed=seed, log=log))
     assert scores.score_names(runs, 'accuracy') == ['accuracy_0', 'accuracy_1']
     points = figures.curve(runs, 'accuracy_1', 'accuracy_1')
-    assert [p['step'] for p in points] == [10, 20, 30, 40]
-    assert points[0]['mean'] == 0.625 and points[0]['highest'] == 0.75
+    assert [p['step'] for p in points] == [10, 20, 30, 40] and points[0]['mean'] == .625 and points[0]['highest'] == .75
     assert scores.solved_from(figures.curve(runs, 'accuracy_0', '')) == 30 and scores.solved_from(points) is None
+    scores.print_ends({'a': {'rnn_accuracy_1': points, 'nll': points}}, '')
+    assert [line.endswith(', not solved') for line in capsys.readouterr().out.splitlines()] == [False, True, False]
     figure = scores.plot({'a': {'accuracy_0': points, 'accuracy_1': points}, 'b': {'accuracy_0': points}})
     assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [('a', 2), ('b', 1)]
 

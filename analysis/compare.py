@@ -109,18 +109,19 @@ class Method:
     settings: TrainSettings  # the settings that args give
     rate: float  # learning rate, or where the search for it starts
     runs: str  # path prefix of its run folders
+    share: float = SHARE  # of the tokens, with seed 0
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
-        """Return a run's folder and arguments. Seed 0, for choosing the rate, has fewer tokens."""
-        fewer = [f'--{key}={int(getattr(self.settings, key) * SHARE)}' for key in ('max_tokens', 'warmup_tokens')]
+        """Return a run's folder and arguments. Seed 0, for choosing the rate, has a share of the tokens."""
+        fewer = [f'--{key}={int(getattr(self.settings, key) * self.share)}' for key in ('max_tokens', 'warmup_tokens')]
         return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
                 [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate:.3g}', f'--seed={seed}'])
 
 
-def make_method(args: list[str], runs: str, rate: float | None = None) -> Method:
+def make_method(args: list[str], runs: str, rate: float | None = None, share: float = SHARE) -> Method:
     """Return the Method of train.py arguments. rate: start of the search; None: as configured."""
     settings, *_ = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
-    return Method(args, settings, rate or settings.learning_rate, runs)
+    return Method(args, settings, rate or settings.learning_rate, runs, share)
 
 
 def set_best_rates(methods: dict[str, Method], jobs: int) -> None:

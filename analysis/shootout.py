@@ -136,7 +136,8 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
 
     def with_tokens(name, tokens, rate):
         tokens = whole_steps(s, tokens)
-        return make_method(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate)
+        return make_method(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate,
+                           share=1)
     n_tokens = whole_steps(s, s.budget / flops['standard'])
     equal_tokens = {name: with_tokens(name, n_tokens, method.rate) for name, method in chosen.items()}
     set_best_rates(equal_tokens, s.jobs)

@@ -35,7 +35,7 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     trained = {}
 
     def set_best_rates(methods, jobs):
-        assert methods['sps'].rate == 9e-4
+        assert methods['sps'].rate == 9e-4 and methods['sps'].share == 1
         for method in methods.values():
             method.rate *= 2
     monkeypatch.setattr(shootout, 'set_best_rates', set_best_rates)

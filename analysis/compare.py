@@ -112,7 +112,7 @@ class Method:
     share: float = SHARE  # of the tokens, with seed 0
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
-        """Return a run's folder and arguments. Seed 0, for choosing the rate, has a share of the tokens."""
+        """Return a run's folder and arguments. Seed 0, for choosing the rate, has fewer tokens."""
         fewer = [f'--{key}={int(getattr(self.settings, key) * self.share)}' for key in ('max_tokens', 'warmup_tokens')]
         return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
                 [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate:.3g}', f'--seed={seed}'])

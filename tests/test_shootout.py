@@ -72,15 +72,13 @@ def test_table_values_follow_from_the_runs(tmp_path):
     assert (tmp_path / 'shootout.png').stat().st_size > 20_000
 
 
-@pytest.mark.parametrize('name', ['shootout_64', 'shootout_128'])
-def test_the_results_page_matches_its_csv(name):
-    rows, page = read_csv(ROOT / f'bench/results/{name}.csv'), (ROOT / 'RESULTS.md').read_text()
+def test_the_results_page_matches_its_csv():
+    rows, page = read_csv(ROOT / 'bench/results/shootout_64.csv'), (ROOT / 'RESULTS.md').read_text()
     for row in rows:
         if row['name'] != 'standard':
-            gap, low, high = (float(row[key]) for key in ('minus_standard', 'its_low', 'its_high'))
-            cells = f'| {gap:+.4f} | {low:+.4f} to {high:+.4f} |', f'{gap:+.3f} ({low:+.3f} to {high:+.3f})'
+            gap, low, high = (float(row[key]) for key in ('minus_first', 'its_low', 'its_high'))
             lines = [line for line in page.splitlines() if line.startswith(f'| {row["model"]} |')]
-            assert any(cell in line for line in lines for cell in cells), row
+            assert any(f'| {gap:+.4f} | {low:+.4f} to {high:+.4f} |' in line for line in lines), row
 
 
 @pytest.mark.long

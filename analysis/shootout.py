@@ -1,17 +1,16 @@
 """Compare all architectures: loss at equal tokens, FLOPs and time; decoding speed and state size.
 
-    python -m analysis.shootout --n_embd=64 --head_size=16 --budget=4e12 --out_dir=out/shootout_64
-    python -m analysis.shootout --out_dir=out/shootout_128
+    python -m analysis.shootout --n_embd=64 --head_size=16 --budget=2.5e12 --out_dir=out/shootout_64
     python -m analysis.shootout --data=FOLDER --config=config/standard_s.py --n_layer=8 \
         --n_embd=512 --head_size=64 --block_size=1024 --batch_size=32 --budget=1e17 \
         --eval_tokens=2e6 --jobs=1 --out_dir=out/shootout_gpu
 
-The first two are for two cores and take hours each; the last is for a GPU, with shards of
-FineWeb-Edu in FOLDER. Run the same command again to resume.
+The first takes two hours on two cores; the second is for a GPU, with shards of FineWeb-Edu in
+FOLDER. Run the same command again to resume.
 
 All models have as many parameters as Standard within 1%, including p_psi of NextLat. --budget is
 Standard's training FLOPs. Each model's learning rate is searched with seed 0 at equal tokens; then
-all seeds train for equal tokens, equal FLOPs and equal time (as long as Standard, at the fastest
+other seeds train for equal tokens, equal FLOPs and equal time (as long as Standard, at the fastest
 seed's speed). Decoding is timed for the runs with equal FLOPs. Writes RESULTS.md, shootout.csv,
 shootout.png and report.html (`analysis.report`) to out_dir.
 """

@@ -165,12 +165,11 @@ def committed(path):
                          ids=lambda path: path.stem)
 def test_committed_intervals_follow_from_their_losses(path):
     rows = committed(path)
-    gap = 'minus_first' if 'minus_first' in rows[0] else 'minus_standard'
     losses = [[*map(float, row['losses'].split())] for row in rows]
-    first = {row.get('equal'): own for row, own in zip(rows, losses) if not row[gap]}
+    first = {row.get('equal'): own for row, own in zip(rows, losses) if not row['minus_first']}
     for row, own in zip(rows, losses):
         found = [float(row[key]) for key in ('loss', 'low', 'high')]
         assert found == pytest.approx([statistics.mean(own), *interval(own)])
-        if row[gap]:
-            assert [float(row[key]) for key in (gap, 'its_low', 'its_high')] == pytest.approx(
+        if row['minus_first']:
+            assert [float(row[key]) for key in ('minus_first', 'its_low', 'its_high')] == pytest.approx(
                 paired_difference(own, first[row.get('equal')]))

@@ -35,7 +35,9 @@ def test_budgets_are_equal_in_tokens_flops_and_time(monkeypatch, tmp_path):
     trained = {}
 
     def set_best_rates(methods, jobs):
-        assert methods['sps'].rate == 9e-4 and methods['sps'].share == 1
+        assert methods['sps'].rate == 9e-4
+        searched, compared = (given(methods['sps'].run(1e-3, seed)[1]) for seed in (0, 1))
+        assert searched == compared | {'seed': '0'}, "the search sees all tokens"
         for method in methods.values():
             method.rate *= 2
     monkeypatch.setattr(shootout, 'set_best_rates', set_best_rates)

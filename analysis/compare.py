@@ -3,7 +3,7 @@
     python -m analysis.compare --out_dir=out/a "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
 
 Each argument is `NAME: ARGUMENTS OF train.py`. The search for the learning rate starts at the one
-configured, with seed 0 and an eighth of the tokens; seeds 1, 2, ... are then trained at the best.
+configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then trained at the best.
 Finished runs are reused and interrupted ones resumed. All models must share data, windows and dtype
 (auto: float32, on a GPU bfloat16). Training tokens may differ, to compare at equal FLOPs or time.
 
@@ -28,13 +28,13 @@ from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
 from common.run_settings import read_settings
 from common.runs import count_parameters, meta_run, model_file, read_log, read_run
-from common.settings import load_settings
+from common.settings import check_ranges, load_settings
 from common.validation import perplexity
 from data import open_data
 from train import Settings as TrainSettings
 
 STEP = 1.5  # ratio of neighbouring learning rates
-SHARE = 1 / 8  # of the tokens, to compare learning rates
+SHARE = 1 / 8  # default fraction of the tokens with which learning rates are compared
 DIVERGED = 'diverged.txt'  # the error message of a run that diverged, in its folder
 SAME = 'data', 'documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that must be equal
 
@@ -46,7 +46,11 @@ class Settings:
     max_tokens: int | None = None  # training tokens of all models; None: from their configs
     seeds: int = 5  # runs of each model at its best learning rate
     jobs: int = 2  # runs trained at a time, with one thread each
+    share: float = SHARE  # fraction of the tokens with which learning rates are compared
     rates_only: bool = False  # only search the learning rates
+
+    def __post_init__(self):
+        check_ranges(self, seeds=(1, inf), jobs=(1, inf), share=(1e-3, 1))
 
 
 def loss_of(folder: Path) -> float | None:
@@ -173,7 +177,7 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
                             "'NAME: CONFIG --setting=value ...', with distinct names")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        methods[name] = method = make_method(args, runs)
+        methods[name] = method = make_method(args, runs, share=s.share)
         if method.settings.dtype == 'auto':
             method.settings.dtype = one_dtype(method.settings.device)
             args.append(f'--dtype={method.settings.dtype}')

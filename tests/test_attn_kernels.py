@@ -185,9 +185,10 @@ def test_cache_size_follows_the_reach_of_the_pattern(window, slots):
 
 # ---- the loss ----
 
-def weighted_loss(head):
-    """Return a loss over weighted rows, with a detached part to log."""
+def weighted_loss(head, lengths):
+    """Return a loss over weighted rows, with a detached part to log. lengths: gets those of chunks."""
     def fn(h, targets, weights):
+        lengths.append(len(h))
         nll = F.cross_entropy(head(h).float(), targets, ignore_index=-1, reduction='none')
         return (weights * nll).sum(), nll.detach().sum()
     return fn
@@ -208,18 +209,29 @@ def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
     want_loss, want_part = (weights.double() * nll).sum(), nll.sum()
     want = [3 * g for g in torch.autograd.grad(want_loss, [h, *exact.parameters()])]
 
-    loss, part = K.chunked_loss(weighted_loss(head), (hidden, targets, weights), params, width)
+    lengths = []
+    fn = weighted_loss(head, lengths)
+    loss, part = K.chunked_loss(fn, (hidden, targets, weights), params, width)
+    assert max(lengths) - min(lengths) <= 1 and len(lengths) == (3 if N == 600 and device == 'cpu' else 1)
     (3 * loss).backward()
     assert_close([loss, part], [want_loss.detach(), want_part.detach()], 1e-6)
     assert_close([hidden.grad, *(p.grad for p in head.parameters())], want, 2e-5)
     assert not part.requires_grad and all(p.grad is None for p in unused.parameters())
     with torch.no_grad():
-        assert_close(K.chunked_loss(weighted_loss(head), (hidden, targets, weights), params, width),
+        assert_close(K.chunked_loss(fn, (hidden, targets, weights), params, width),
                      [want_loss.detach(), want_part.detach()], 1e-6)
     with torch.autocast(device, torch.bfloat16):
-        loss, _ = K.chunked_loss(weighted_loss(head), (hidden, targets, weights), params, width)
+        loss, _ = K.chunked_loss(fn, (hidden, targets, weights), params, width)
     halves = torch.autograd.grad(3 * loss, [hidden, *head.parameters()])
     assert all((half - w).norm() < 1e-2 * w.norm() for half, w in zip(halves, want))
+
+
+@pytest.mark.parametrize('in_softmax', [True, False])
+def test_padding_rows_take_part_in_the_training_softmax_if_set(in_softmax):
+    model = model_standard.Model(model_standard.Config(**SINGLE, pad_rows_in_loss=in_softmax))
+    idx = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(0))
+    logits = model._logits(model.final_hidden(idx)).double()[..., :64 if in_softmax else 60]
+    assert abs(model(idx, idx)['loss'] - F.cross_entropy(logits.flatten(0, 1), idx.flatten())) < 1e-6
 
 
 def test_bf16_loss_computes_log_sum_exp_in_fp32(device):

@@ -186,7 +186,7 @@ def test_cache_size_follows_the_reach_of_the_pattern(window, slots):
 # ---- the loss ----
 
 def weighted_loss(head, lengths):
-    """Return a loss over weighted rows, with a detached part to log. lengths: gets those of chunks."""
+    """Return a loss over weighted rows, with a part to log. Appends the chunks' `lengths`."""
     def fn(h, targets, weights):
         lengths.append(len(h))
         nll = F.cross_entropy(head(h).float(), targets, ignore_index=-1, reduction='none')

@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-TILE_ROWS = 128  # query rows of a CPU tile, over all streams
-KEY_BLOCK = 64  # CPU tiles load keys in whole blocks of this size
+TILE_ROWS, KEY_BLOCK = 128, 64  # CPU tiles: query rows, over all streams; keys are loaded in whole blocks
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
+CPU_CHUNK, GPU_CHUNK = 2 ** 26, 2 ** 28  # logits (or other values) of a chunk of the loss
 MAX_SAVED_SCORES = 2 ** 22  # queries x keys up to which tiles save probabilities for the backward pass
 EMPTY_SLOT = 2 ** 30  # position of empty cache slots: later than any query
 
@@ -441,7 +441,7 @@ def chunked_loss(fn, rows, params, width, shared=()):
 
     Returns (loss, *parts) in fp32. Gradients are computed chunk by chunk, in the forward pass.
     """
-    values = 2 ** 26 if rows[0].device.type == 'cpu' else 2 ** 28  # held at a time
+    values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
     n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled():

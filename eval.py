@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 
 from common.benchmarks import local_records
-from common.files import UserError, add_path_to_errors, friendly_errors
+from common.files import UserError, add_path_to_errors, friendly_errors, open_lines
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
 from common.parallel import rank
 from common.runs import load_run, run_data
@@ -169,7 +169,7 @@ def append_line(folder, line: dict) -> None:
     """Append a line to eval.jsonl. Non-finite numbers become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
+    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open_lines(Path(folder) / 'eval.jsonl') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 
@@ -196,7 +196,7 @@ def chosen(s: Settings) -> tuple[list[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.files import ROOT, UserError, command, friendly_errors, locked, read_json, sha256, write_json
-from common.machine import usable_cores
+from common.machine import omp_threads, usable_cores
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT
 from data.sources import fitting_share, open_source, with_splits
@@ -85,7 +85,7 @@ def encode(batch: list[tuple | None]) -> list[tuple | None]:
 def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecutor]:
     """Start the processes that run `encode`. Call it before the source starts threads."""
     method = 'fork' if sys.platform == 'linux' else 'spawn'  # forked workers need not repeat the imports
-    workers = s.workers or int(os.environ.get('OMP_NUM_THREADS') or usable_cores())
+    workers = s.workers or omp_threads() or usable_cores()
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
     try:
         pool.submit(os.getpid)
@@ -224,7 +224,7 @@ def training_command(folder: Path, splits: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, positional, given = load_settings(Settings, argv)
         if len(positional) > 1:
             raise UserError(f'expected one source, got {len(positional)}: {" ".join(positional)}. To match several '

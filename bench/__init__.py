@@ -157,7 +157,7 @@ class Settings:
 
 def measure(argv: list[str] | None, settings: type = Settings, **measurements: Callable[..., Iterable[dict]]) -> None:
     """Run the measurement named in argv, or the first, with all settings. Writes its rows."""
-    with friendly_errors():
+    with friendly_errors(argv):
         s, names, _ = load_settings(settings, argv)
         name, *others = names or measurements
         if name not in measurements or (names and others):

@@ -18,6 +18,7 @@ import dataclasses
 import re
 import shlex
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,7 +139,8 @@ def export_run(run, folder, as_llama: bool = True) -> None:
         save_with_code(record, c, tensors, n_rows, ends, folder)
     else:
         to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
-    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it owner-only
+    with suppress(OSError):  # some file systems have no modes; safetensors makes files owner-only
+        (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)
     GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
     if (run / runs.CHAT_TEMPLATE).is_file():
@@ -311,7 +313,7 @@ def load_hf_model(folder: Path) -> torch.nn.Module:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, positional, _ = load_settings(Settings, argv)
         jobs = [s.from_llama, s.to_llama, s.to_hf]
         if len(positional) != 1 or len(jobs) - jobs.count(None) != 1:

@@ -11,11 +11,15 @@ SPIN_COUNT = '5000'
 def quiet_start() -> None:
     """Prepare the process: escape unprintable characters, no progress bars in logs.
 
-    Environment variables that the user has set are kept.
+    Environment variables that the user has set are kept. In a notebook, `%run` and `!python` give
+    other output streams and a plotting backend that this environment may lack.
     """
     os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors='backslashreplace')
-    if not sys.stderr.isatty():
+        if hasattr(stream, 'reconfigure'):
+            stream.reconfigure(errors='backslashreplace')
+    if 'IPython' not in sys.modules:
+        os.environ['MPLBACKEND'] = 'agg'
+    if sys.stderr and not sys.stderr.isatty():
         for name in ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PROGRESS_BARS'):
             os.environ.setdefault(name, '1')

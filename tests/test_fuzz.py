@@ -205,7 +205,7 @@ def in_a_fork(program: str, argv: list[str], folder: Path) -> tuple[int, str]:
             sys.stderr = open(errors.fileno(), 'w', errors='backslashreplace', closefd=False)
             stand_alone()
             sys.argv = [f'{program}.py', *argv]
-            importlib.import_module(program).main(argv)
+            importlib.import_module(program).main()
             sys.stdout.flush()
         process = multiprocessing.get_context('fork').Process(target=script)
         process.start()

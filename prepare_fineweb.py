@@ -48,7 +48,7 @@ class Settings:
     config: str | None = None  # dataset configuration; None: the only one. FineWeb-Edu: sample-350BT
     split: str = 'train'  # dataset split to read; train and val are both taken from it
     text_field: str = 'text'  # record field with the document's text
-    id_field: str | None = 'id'  # record field hashed to pick train or val; None or .txt: the text is hashed
+    id_field: str | None = 'id'  # record field hashed to pick train or val; None, .txt or records without id: the text
     split_lines: bool = False  # treat each line of a .txt file as a document, not the whole file
     split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>
     tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder of GPT-2's files

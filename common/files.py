@@ -44,8 +44,10 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
         except KeyboardInterrupt:
             sys.exit(130)
         except (UserError, OSError) as error:
-            with suppress(OSError):
+            try:
                 flush_output()
+            except OSError as of_output:
+                error = of_output if error.args == of_output.args else error
             if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `| head`
                 sys.exit(1)
             disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC

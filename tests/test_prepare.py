@@ -179,7 +179,7 @@ def test_a_killed_preparation_leaves_no_workers_and_continues_to_the_same_bytes(
 # ---- bad input ----
 
 @pytest.mark.parametrize('name, content, options, sentence', [
-    ('late.jsonl', '{"id": 1, "text": "a"}\n{"text": "b"}\n', [], "no field 'id'"),
+    ('late.jsonl', '{"url": 1, "text": "a"}\n{"text": "b"}\n', ['--id_field=url'], "no field 'url'"),
     ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text, val'),
     ('blank.txt', ' \n', [], 'has no text in field'), ('null.jsonl', '{"id": 1, "text": null}\n', [], 'has no text in'),
     ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'fields: id, text'),

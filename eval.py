@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 
 from common.benchmarks import local_records
-from common.files import UserError, add_path_to_errors, friendly_errors, open_lines
+from common.files import UserError, add_path_to_errors, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
 from common.parallel import rank
 from common.runs import load_run, run_data
@@ -144,6 +144,7 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
         results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
     lm_eval_tasks = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
     if lm_eval_tasks:
+        warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
         from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
         results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), lm_eval_tasks,
                                           s.data_dir, s.limit))

@@ -88,7 +88,9 @@ def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecuto
     workers = s.workers or omp_threads() or usable_cores()
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
     try:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for workers that are just starting
         pool.submit(os.getpid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield pool
     except BrokenProcessPool:
         raise UserError('a worker process was killed, perhaps for lack of memory: rerun with fewer --workers')

@@ -420,7 +420,7 @@ def main(argv: list[str] | None = None) -> None:
                         if has_data(s.data):
                             raise
                         from common.dry_run import assumed_data
-                        raise UserError(f'{error}. To build it: {assumed_data(s, record).command}')
+                        raise UserError(f'{error}{assumed_data(s, record).hint}')
                 if s.verify:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)

@@ -278,7 +278,7 @@ def one_per_seed(runs: list[str], value_of: Callable) -> dict:
     seeds = {}
 
     def checked_value(run):
-        value, seed = value_of(run), settings_of(run).seed
+        value, seed = value_of(run), read_run(run)['settings'].get('seed')
         if seed in seeds:
             raise UserError(f'{run} duplicates {seeds[seed]}: all settings are equal, including the seed ({seed})')
         seeds[seed] = run

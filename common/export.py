@@ -198,25 +198,29 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
         own = load_tokenizer(path, eos_token=eos_token)
         if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
             raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
-        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        hf_tokenizer = None
+        if not tokenizer:
+            hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
         c, n_rows, block_size = standard_config(folder, own)
         theirs = load_hf_model(folder)
         c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
         tensors = read_tensors(theirs, c, n_rows)
-    except UserError:
-        raise
-    except Exception as error:  # transformers and safetensors raise various errors for damaged files
-        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
-    ends = sorted({own.eos_id, *read_eos_ids(folder)})
-    with runs.locked_run(run, is_new=True, overwrite=False):
-        checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
-        runs.save_run(run, {
+        ends = sorted({own.eos_id, *read_eos_ids(folder)})
+        record = {
             'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
             'model_config': dataclasses.asdict(c),
             'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
                      'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
-            'versions': {'torch': torch.__version__}})
+            'versions': {'torch': torch.__version__}}
+        runs.check_record(record)
+    except UserError:
+        raise
+    except Exception as error:  # transformers and safetensors raise various errors for damaged files
+        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
+    with runs.locked_run(run, is_new=True, overwrite=False):
+        checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
+        runs.save_run(run, record)
         copy_tokenizer(run, own.name, eos_token)
         if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
             write_file(run / runs.CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
@@ -245,7 +249,7 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     from transformers import AutoConfig
     if not (folder / 'config.json').is_file():
         raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
-    theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
+    theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
     if family not in FAMILIES:
         raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
@@ -305,7 +309,8 @@ def load_hf_model(folder: Path) -> torch.nn.Module:
     """Load a Hugging Face folder in its dtype. UserError for missing or unexpected tensors."""
     from transformers import AutoModelForCausalLM
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
-                                                        output_loading_info=True, ignore_mismatched_sizes=True)
+                                                        trust_remote_code=False, output_loading_info=True,
+                                                        ignore_mismatched_sizes=True)
     for kind, names in info.items():
         if names:
             raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')

@@ -43,8 +43,8 @@ REQUIRED_KEYS = {  # required keys of config.json, besides the settings of train
     'versions': dict, 'data': dict, 'data.tokenizer': str, 'data.n_ids': int, 'data.eos_id': int, 'data.bos': bool,
     'data.sha256': str}
 OPTIONAL_KEYS = {  # imported runs lack some of them, other runs lack others
-    'settings.data': str, 'settings.max_tokens': int, 'settings.batch_size': int, 'data.ends': list,
-    'data.n_rows': int, 'versions.processes': int}
+    'settings.data': str, 'settings.max_tokens': int, 'settings.batch_size': int, 'settings.seed': int,
+    'data.ends': list, 'data.n_rows': int, 'versions.processes': int}
 CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported chat model
 RUN_FILES = ('config.json', 'log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, *TOKENIZER_FILES,
              'eval.jsonl', 'speculative.csv')  # last: written by eval.py and analysis.speculative

@@ -6,6 +6,7 @@ on first use: after editing the file, delete that folder.
 """
 import importlib
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def open_data(name) -> Data | Generated:
             raise UserError(f'no data at {folder}: {expected}')
     if documents and not folder.exists():
         with locked(BUILT, wait=True):
+            for leftover in BUILT.glob('.*.????????'):  # of builders that were killed: others hold the lock
+                shutil.rmtree(leftover, ignore_errors=True)
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
                 from data.tokenizers import load_tokenizer  # imported late: data.tokenizers can be run with -m

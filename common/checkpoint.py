@@ -129,11 +129,9 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
 
 def recovery_advice(folder) -> str:
     """Return advice for a run that diverged, with the name of its newest checkpoint."""
-    advice, found = 'start a new run with a lower learning_rate or more warmup_tokens', checkpoints(folder)
-    if not found:
-        return f'There is no checkpoint yet: {advice}'
-    return (f'The last good checkpoint is {found[0]}: {advice}, from scratch or from these weights with '
-            f'--init_from={folder}')
+    newest = next(iter(checkpoints(folder)), None)
+    return (f'The last good checkpoint is {newest or "none"}: start a new run with a lower learning_rate or more '
+            'warmup_tokens' + (f', from scratch or from these weights with --init_from={folder}' if newest else ''))
 
 
 def publish(temporary: Path, final: Path) -> None:

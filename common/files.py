@@ -129,10 +129,10 @@ def locked(folder, wait: bool = False) -> Iterator[None]:
 
 # ---- writing ----
 
-def open_in_run(path, mode: str, **options) -> IO:
-    """Open a file of a run folder for writing. UserError for a link: it may lead anywhere."""
+def open_in_run(path, mode: str) -> IO:
+    """Open a text file of a run folder for writing, by lines. UserError for a link, wherever to."""
     try:
-        return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+        return open(path, mode, 1, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -158,7 +158,7 @@ def write_file(path, content: bytes) -> None:
     temporary = path.with_name(f'.{path.name}.writing')
     try:
         temporary.unlink(missing_ok=True)  # of a killed process, or a link
-        with open_in_run(temporary, 'xb') as file:
+        with open(temporary, 'xb') as file:
             file.write(content)
         sync(temporary)
         os.replace(temporary, path)
@@ -176,7 +176,7 @@ def write_json(path, value) -> None:
 
 def open_lines(path) -> IO:
     """Open a file of JSON lines for appending. Ends a line that a crash has cut."""
-    lines = open_in_run(path, 'a', buffering=1)
+    lines = open_in_run(path, 'a')
     if (before := Path(path).read_bytes()) and not before.endswith(b'\n'):
         lines.write('\n')
     return lines

@@ -18,21 +18,8 @@ from typing import IO
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import (
-    ROOT,
-    UserError,
-    command,
-    first_line,
-    is_number,
-    locked,
-    open_lines,
-    read_json,
-    read_lines,
-    remove,
-    warn_once,
-    write_file,
-    write_json,
-)
+from common.files import (ROOT, UserError, command, first_line, is_number, locked, open_lines, read_json, read_lines,
+                          remove, warn_once, write_file, write_json)
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -94,19 +81,13 @@ def portable_config(record: dict, folder):
     return config
 
 
-def make_model(model_name: str, config) -> torch.nn.Module:
-    """Return a new model. UserError if this machine lacks what its settings need."""
-    try:
-        return model_file(model_name).Model(config)
-    except ValueError as error:
-        raise UserError(f'model {model_name!r} cannot be built: {error}')
-
-
 def meta_model(model_name: str, config) -> torch.nn.Module:
     """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
     try:
         with torch.device('meta'):
-            return make_model(model_name, config)
+            return model_file(model_name).Model(config)
+    except ValueError as error:
+        raise UserError(f'model {model_name!r} cannot be built: {error}')
     except (RuntimeError, TypeError) as error:
         if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
             raise
@@ -128,7 +109,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
     """
     record = read_run(folder)
     state, tensors = load_checkpoint(folder)
-    model = make_model(record['model'], portable_config(record, folder))
+    model = model_file(record['model']).Model(portable_config(record, folder))
     load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
@@ -136,7 +117,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
 def meta_run(folder) -> torch.nn.Module:
     """Return the model of a run folder on the meta device."""
     record = read_run(folder)
-    return meta_model(record['model'], saved_config(record, folder))
+    return meta_model(record['model'], portable_config(record, folder))
 
 
 def read_run(folder) -> dict:

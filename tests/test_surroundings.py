@@ -110,9 +110,10 @@ def test_a_home_folder_is_expanded_on_the_command_line(monkeypatch, tmp_path, ti
 # ---- starting and failing ----
 
 def test_a_kernel_that_is_missing_is_a_sentence_before_anything_is_written(tiny_data, tmp_path):
-    for more in ([], ['--dry_run']):
-        result = train_tiny(tiny_data, tmp_path / 'out', '--model=gdn', '--scan=fla', *more)
-        assert_sentence(result, 'needs the package fla-core', "use scan = 'auto'")
+    for args, said in ((['--model=gdn', '--scan=fla'], 'needs the package fla-core'),
+                       (['--model=gdn', '--scan=fla', '--dry_run'], "use scan = 'auto'"),
+                       (['--attention=triton'], 'attention = triton needs a GPU')):
+        assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), said)
     assert list(tmp_path.iterdir()) == []
 
 

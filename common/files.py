@@ -44,8 +44,8 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
         except KeyboardInterrupt:
             sys.exit(130)
         except (UserError, OSError) as error:
-            try:
-                flush_output()
+            try:  # an error without a path may be of standard output, which then fails again
+                flush_output('' if getattr(error, 'filename', True) else '\n')
             except OSError as of_output:
                 error = of_output if error.args == of_output.args else error
             if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `| head`
@@ -59,11 +59,11 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
                      f'(context_ready: --checkpoint_unrolls); for sampling, shorten the prompts. {first_line(error)}')
 
 
-def flush_output() -> None:
-    """Flush standard output. If that fails, discard it, because Python flushes again at exit."""
+def flush_output(text: str = '') -> None:
+    """Print and flush. If that fails, discard the output, because Python flushes again at exit."""
     try:
         with add_path_to_errors('standard output'):
-            sys.stdout.flush()
+            print(text, end='', flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise

@@ -264,14 +264,14 @@ class Records:
             return
         id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
         if s.wandb_project:  # before the run folder is written, because it may fail
-            import wandb
             known = id_file.read_text() if s.resume and id_file.exists() else None
             try:
+                import wandb
                 self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, id=known, resume='allow',
                                         config={**asdict(s), **asdict(config)}, allow_val_change=True)
-            except Exception as error:  # wandb has its own errors: no key, no network
-                raise UserError(f'wandb could not start ({type(error).__name__}: {error}): run `wandb login`, or leave '
-                                'out wandb_project')
+            except Exception as error:  # not installed, no key, no network
+                raise UserError(f'wandb could not start ({type(error).__name__}: {error}): pip install wandb, run '
+                                '`wandb login`, or leave out wandb_project')
         if not s.resume:
             runs.start_run(s, config, data, machine)
         if runs.extension_starts(s):

@@ -111,19 +111,16 @@ def evaluations(path: Path) -> dict[str, float]:
     Options that affect the score are appended to the key, and the step if training was unfinished.
     """
     def is_whole(record):
-        return (isinstance(record.get('settings', {}), dict) and all(map(is_number, steps(record)))
-                and all(isinstance(metrics, dict) for metrics in record['results'].values()))
-
-    def steps(record):
-        return record.get('step', 0), record.get('of_steps') or 0
+        parts = record.get('settings', {}), *record['results'].values()
+        return (all(isinstance(part, dict) for part in parts) and is_number(record.get('step', 0))
+                and is_number(record.get('of_steps') or 0))
     found = {}
     for record in read_lines(path, is_whole):
         affecting = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
                    if key in affecting and value is not None]
-        step, of_steps = steps(record)
-        if step < of_steps:
-            options.append(f'step={step}')
+        if record.get('step', 0) < (record.get('of_steps') or 0):
+            options.append(f'step={record["step"]}')
         for task, metrics in record['results'].items():
             if task != 'speculative':  # speculative.csv has these
                 found |= {' '.join([task, metric, *options]): value for metric, value in metrics.items()

@@ -34,6 +34,7 @@ from common.settings import load_settings
 from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vocab
 
 LINEAR = ',1e9,2e9,1'  # suffix of a rope_scaling that divides all frequencies by one factor
+ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 LLAMA_CODE = '790530f6acb6d7e0'  # digest of Block and Model in model_standard.py, which compute what a Llama does
 
@@ -198,9 +199,7 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
         own = load_tokenizer(path, eos_token=eos_token)
         if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
             raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
-        hf_tokenizer = None
-        if not tokenizer:
-            hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
         bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
         c, n_rows, block_size = standard_config(folder, own)
         theirs = load_hf_model(folder)
@@ -249,7 +248,7 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     from transformers import AutoConfig
     if not (folder / 'config.json').is_file():
         raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
-    theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    theirs = AutoConfig.from_pretrained(folder, **ONLY_DATA)
     family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
     if family not in FAMILIES:
         raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
@@ -308,9 +307,8 @@ def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
 def load_hf_model(folder: Path) -> torch.nn.Module:
     """Load a Hugging Face folder in its dtype. UserError for missing or unexpected tensors."""
     from transformers import AutoModelForCausalLM
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
-                                                        trust_remote_code=False, output_loading_info=True,
-                                                        ignore_mismatched_sizes=True)
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', output_loading_info=True,
+                                                        ignore_mismatched_sizes=True, **ONLY_DATA)
     for kind, names in info.items():
         if names:
             raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')

@@ -212,21 +212,18 @@ def make_progress() -> Callable[[str], None]:
 def say(line: str, end: str = '\n') -> None:
     """Print a permanent line, above the updating one."""
     with suppress(OSError):  # the terminal is closed: SIGHUP will stop the run
-        erase = '\r\x1b[K' if sys.stdout.isatty() else ''
-        print(f'{erase}{line}', end=end, flush=True)
+        print(('\r\x1b[K' if sys.stdout.isatty() else '') + line, end=end, flush=True)
 
 
 @contextmanager
 def catch_signals() -> Iterator[list]:
     """Yield a list that becomes non-empty at the first SIGINT, SIGTERM or SIGHUP.
 
-    Only the main thread of Python may catch signals: in others, the list stays empty.
-
     A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP, which shells may send, is
     ignored. Signals that were ignored before (under nohup) stay ignored.
     """
     stop = []
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python allows it only there
         yield stop
         return
 

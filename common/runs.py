@@ -141,10 +141,7 @@ def read_run(folder) -> dict:
 
 
 def check_record(record: dict) -> None:
-    """Raise ValueError unless config.json has REQUIRED_KEYS and the types that all scripts rely on.
-
-    Converts whole floats to int.
-    """
+    """Raise ValueError for a missing key or a wrong type in config.json. Converts 2.0 to 2."""
     for name, kind in (REQUIRED_KEYS | OPTIONAL_KEYS).items():
         part, _, key = name.rpartition('.')
         owner = record[part] if part else record
@@ -236,13 +233,12 @@ def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
             yield
         except BaseException:
             has_steps = (folder / 'config.json').exists() and (checkpoints(folder) or read_log(folder))
-            if is_new and not has_steps:
-                with suppress(OSError):
+            with suppress(OSError):
+                if is_new and not has_steps:
                     remove_run(folder)
+                if not was_there and os.listdir(folder) == ['.lock']:
+                    shutil.rmtree(folder)
             raise
-        finally:
-            if not was_there and folder.exists() and os.listdir(folder) == ['.lock']:
-                shutil.rmtree(folder)
 
 
 def remove_run(folder: Path) -> None:
@@ -295,9 +291,8 @@ def read_log(folder) -> list[dict]:
     Warns about damaged lines on stderr.
     """
     def is_whole(record):
-        named = {'step', 'resumed_from', 'saved'} & record.keys()
         is_step = {'step', 'tokens', 'seconds'} <= record.keys()
-        return all(map(is_number, record.values())) and (is_step or named and 'step' not in named)
+        return all(map(is_number, record.values())) and (is_step or {'resumed_from', 'saved'} & record.keys())
     records = []
     for record in read_lines(Path(folder) / 'log.jsonl', is_whole):
         if 'resumed_from' in record:

@@ -76,8 +76,8 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
 def options_of(argv: list[str]) -> dict[str, str | bool]:
     """Return {name: text} of the options, True for one without =. Expands ~/, as shells do not."""
     options = [arg[2:].partition('=') for arg in argv if arg.startswith('--')]
-    texts = {name: os.path.expanduser(text) if text.startswith('~/') else text for name, _, text in options}
-    return {name: texts[name] if equals else True for name, equals, _ in options}
+    return {name: (os.path.expanduser(text) if text.startswith('~/') else text) if equals else True
+            for name, equals, text in options}
 
 
 def read_config_file(path: str) -> dict:

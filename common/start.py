@@ -11,14 +11,13 @@ SPIN_COUNT = '5000'
 def quiet_start() -> None:
     """Prepare the process: escape unprintable characters, no progress bars in logs.
 
-    Environment variables that the user has set are kept. In a notebook, `%run` and `!python` give
-    other output streams and a plotting backend that this environment may lack.
+    Environment variables that the user has set are kept.
     """
     os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, 'reconfigure'):
             stream.reconfigure(errors='backslashreplace')
-    if 'IPython' not in sys.modules:
+    if 'IPython' not in sys.modules:  # a notebook's `!python` inherits a backend that may be missing here
         os.environ['MPLBACKEND'] = 'agg'
     if sys.stderr and not sys.stderr.isatty():
         for name in ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PROGRESS_BARS'):

@@ -186,10 +186,7 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
 
 
 def fields_to_read(place: str, names: list[str], s) -> list[str]:
-    """Return the names of the text and id fields. UserError if `names` lacks one.
-
-    The default id field may be missing: the hash of the text then chooses train or val.
-    """
+    """Return the names of the text and id fields. UserError if `names` lacks one, except `id`."""
     wanted = [*dict.fromkeys(filter(None, (s.text_field, s.id_field)))]
     if s.id_field == 'id' and 'id' not in names:
         wanted.remove('id')
@@ -210,10 +207,9 @@ def open_compressed(file: str) -> io.BufferedIOBase:
 
 
 def json_records(file: str) -> Iterator[tuple | None]:
-    """Yield (record, None) per line, or per list item of a .json file; None for an empty line.
+    """Yield (record, None) per line, or per list item of a .json file; None for other lines.
 
-    A record may take several lines, from { alone to } with the same indentation: None for all but
-    its last line.
+    A record may take several lines: from { alone to } with the same indentation.
     """
     with open_compressed(file) as lines:
         blank = b'\xef\xbb\xbf \t\r\n'  # first a byte order mark, which json.loads decodes
@@ -223,10 +219,8 @@ def json_records(file: str) -> Iterator[tuple | None]:
             part = [line]
             if line.strip(blank) == b'{':
                 end = line.lstrip(b'\xef\xbb\xbf').partition(b'{')[0] + b'}'
-                for following in lines:
-                    part.append(following)
-                    if following.startswith(end):
-                        break
+                while part[-1] and (part[-1] is line or not part[-1].startswith(end)):
+                    part.append(lines.readline())
             record = json.loads(b''.join(part)) if line.strip() else None
             yield from [None] * (len(part) - 1)
             yield (record, None) if line.strip() else None

@@ -109,12 +109,6 @@ def test_records_of_other_tools_are_read(name, indent, tmp_path):
     assert [key for _, key, _ in found] == [str(i) if i % 3 == 2 else line for i, line in enumerate(LINES)]
 
 
-def test_a_field_that_was_asked_for_must_exist(tmp_path):
-    (tmp_path / 'a.jsonl').write_text('{"text": "a"}\n')
-    with pytest.raises(UserError, match="a.jsonl, line 1 has no field 'url'; fields: text"):
-        read(tmp_path / 'a.jsonl', id_field='url')
-
-
 def test_some_but_not_all_records_may_lack_text(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)

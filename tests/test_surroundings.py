@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -38,15 +38,11 @@ def test_a_script_called_from_python_raises_its_errors(tmp_path):
 
 
 def test_training_in_a_thread_leaves_signals_alone():
-    found = []
-
     def catch():
         with machine.catch_signals() as stop:
-            found.append(stop)
-    thread = threading.Thread(target=catch)
-    thread.start()
-    thread.join()
-    assert found == [[]]
+            return stop
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(catch).result() == []
 
 
 def test_help_works_without_docstrings(monkeypatch):
@@ -62,14 +58,10 @@ def test_a_full_standard_output_is_named(is_flushed):
             print('a line', flush=is_flushed)
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_progress_is_one_line_of_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv('COLUMNS', '40')
-    monkeypatch.setattr(sys, 'stdout', Terminal())
+    monkeypatch.setattr(sys, 'stdout', io.StringIO())
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
     progress = machine.make_progress()
     for line in ('step 1 of 7 ' * 20, 'step 2'):
         progress(line)

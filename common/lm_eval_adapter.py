@@ -5,7 +5,6 @@ settings, such as few-shot prompts, use `lm_eval.simple_evaluate(RunLM(...), ...
 """
 import difflib
 import functools
-import os
 import tempfile
 from pathlib import Path
 
@@ -123,13 +122,8 @@ def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | No
         specs = tasks
         if data_dir:
             specs = task_files({task: manager.task_index[task] for task in tasks}, data_dir, Path(folder))
-        try:
-            found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
-                                            bootstrap_iters=0, **{'log_samples': False, **options})
-        except (OSError, ImportError) as error:  # ImportError: no support for the kind of proxy
-            proxies = [name for name in os.environ if name.lower() in ('all_proxy', 'https_proxy', 'http_proxy')]
-            raise UserError(f'the data of {", ".join(tasks)} could not be loaded ({type(error).__name__}: {error}); '
-                            + (f'check or unset {", ".join(proxies)}; ' if proxies else '') + 'offline, use --data_dir')
+        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
+                                        bootstrap_iters=0, **{'log_samples': False, **options})
     return first_not_none(found)  # lm-eval only returns them on rank 0
 
 

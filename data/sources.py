@@ -181,8 +181,8 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
         except UserError:
             raise
         except Exception as error:  # each format raises its own errors
-            where = f' after {unit} {n:,}' if n else ''
-            raise UserError(f'{file} cannot be read{where} ({type(error).__name__}): {error}')
+            place = f'{file} cannot be read' + (f' after {unit} {n:,}' if n else '')
+            raise UserError(f'{place} ({type(error).__name__}): {error}')
 
 
 def fields_to_read(place: str, names: list[str], s) -> list[str]:

@@ -11,7 +11,7 @@ from scipy.stats import t as student
 from test_analysis import write_run
 
 import train
-from analysis import figures, gradient_flow, seeds, tables, tokens_to_match, window_sweep
+from analysis import figures, seeds, tables, tokens_to_match, window_sweep
 from common.settings import read_config_file
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=32)
@@ -153,9 +153,6 @@ def test_figures_draw_only_what_was_measured():
     axes, = seeds.plot([{'label': 'a', 'mean': 3.0, 'low': 2.9, 'high': 3.1},
                         {'label': 'b', 'mean': 3.0, 'low': None, 'high': None}], {'a': [2.95, 3.05], 'b': [3.0]}).axes
     assert [bar.has_yerr for bar in axes.containers] == [True, False]
-    rows = [{'label': 'sps', 'stream': 'x', 'k': k, 'ratio': 1 / k, 'smoothed': 1 / k} for k in range(1, 9)]
-    raw, smooth = gradient_flow.plot(rows).axes[0].lines
-    assert raw.get_linewidth() > smooth.get_linewidth() and raw.get_label() == 'sps, x' and raw.get_alpha() is None
 
 
 # ---- scaling ----

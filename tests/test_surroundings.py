@@ -1,8 +1,6 @@
 """Scripts elsewhere than on a plain terminal: notebooks, threads, odd streams and environments."""
 import io
-import json
 import os
-import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -138,7 +136,7 @@ def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
     (out / '.lock').touch()
     assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
-    succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2))
+    assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
     assert config_json(out)['settings']['seed'] == 5
 
 
@@ -168,14 +166,3 @@ def test_checkpoints_may_be_kept_elsewhere_but_are_not_overwritten(tiny_data, ti
     shutil.rmtree(disk / 'step_00000020')
     succeeded(run('train.py', f'--out_dir={out}', '--resume'))
     assert (out / 'ckpt').is_symlink() and checkpoint.load_checkpoint(out)[0]['step'] == 20
-
-
-@pytest.mark.parametrize('key, value', [('settings.max_tokens', None), ('settings.batch_size', '4'),
-                                        ('settings.data', []), ('data.ends', {}), ('data.ends', [-1]),
-                                        ('data.ends', []), ('data.n_rows', 'a'), ('versions.processes', None)])
-def test_config_json_is_checked_by_type_when_it_is_read(tiny_run, tmp_path, key, value):
-    record, (part, name) = config_json(tiny_run), key.split('.')
-    record[part][name] = value
-    (tmp_path / 'config.json').write_text(json.dumps(record))
-    with pytest.raises(UserError, match=re.escape(f'{tmp_path}/config.json is damaged')):
-        runs.read_run(tmp_path)

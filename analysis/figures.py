@@ -120,7 +120,7 @@ def evaluations(path: Path) -> dict[str, float]:
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
                    if key in affecting and value is not None]
         if record.get('step', 0) < (record.get('of_steps') or 0):
-            options.append(f'step={record["step"]}')
+            options.append(f'step={record.get("step", 0)}')
         for task, metrics in record['results'].items():
             if task != 'speculative':  # speculative.csv has these
                 found |= {' '.join([task, metric, *options]): value for metric, value in metrics.items()

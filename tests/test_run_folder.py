@@ -145,6 +145,8 @@ def test_an_evaluation_after_a_cut_line_is_kept(tmp_path):
                  '{"results": {"val": {"loss": 3}}, "of_steps": "9", "step": 1}'):
         (tmp_path / 'eval.jsonl').write_text(line + '\n')
         assert figures.evaluations(tmp_path / 'eval.jsonl') == {}, line
+    (tmp_path / 'eval.jsonl').write_text('{"results": {"val": {"loss": 3}}, "of_steps": 9}\n')
+    assert figures.evaluations(tmp_path / 'eval.jsonl') == {'val loss step=0': 3}
 
 
 @pytest.mark.slow

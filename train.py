@@ -233,12 +233,9 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
     """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
     torch.manual_seed(s.seed)
-    try:  # also a token, because a kernel that is missing should fail before the run folder is written
+    with runs.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
         model = runs.model_file(s.model).Model(config).to(machine.device)
-        with torch.no_grad():
-            model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
-    except ValueError as error:
-        raise UserError(f'model {s.model!r} cannot run here: {error}')
+        model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     run_settings.describe(s, model, data)
     if s.init_from:
         from common.continuing import load_initial_weights

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.continuing import MAY_CHANGE
-from common.files import UserError, command, friendly_errors, is_number, read_lines, warn_once, write_file
+from common.files import UserError, command, friendly_errors, is_number, printable, read_lines, warn_once, write_file
 from common.machine import Device, pick_device, pick_dtype
 from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
@@ -220,7 +220,7 @@ def group(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, list[st
         longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
         if len(set(longer)) > len(set(parts)):
             parts = longer
-    labels = [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
+    labels = [printable(', '.join(part) or config['model']) for part, config in zip(parts, configs)]
     if len(set(labels)) < len(labels):  # different values may look the same when shortened
         labels = [f'{label}, {runs_of_label[0]}' for label, runs_of_label in zip(labels, folders)]
     return dict(zip(labels, folders))
@@ -249,7 +249,7 @@ def map_readable(items: Iterable, function: Callable) -> dict:
     if not found:
         raise errors[0]
     for error in errors:
-        print(f'left out: {error}', file=sys.stderr)
+        warn_once(f'left out: {error}')
     return found
 
 

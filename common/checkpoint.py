@@ -227,7 +227,7 @@ def read_checkpoint(path: Path, moments: bool, model, folder) -> tuple[dict, dic
 
 
 def read_state(path: Path, files) -> dict:
-    """Return {'step', 'seconds'} of state.json. Raises an error unless it and `files` are whole."""
+    """Return a checkpoint's state.json. Raises an error unless it and `files` match SHA256SUMS."""
     sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
     for name in sums:
         if name.startswith('shard-') and not (path / name).exists():  # the remaining shards alone would look complete
@@ -235,8 +235,7 @@ def read_state(path: Path, files) -> dict:
     for name in ('state.json', *files):
         if sha256(path / name) != sums[name]:
             raise ValueError(f'{name} does not match its checksum')
-    state = json.loads((path / 'state.json').read_text())
-    step, seconds = state['step'], state.get('seconds', 0.0)
-    if type(step) is not int or step != step_of(path) or not is_number(seconds):
-        raise ValueError(f'state.json has step {step!r} and seconds {seconds!r}')
-    return {'step': step, 'seconds': seconds}
+    state = {'seconds': 0.0} | json.loads((path / 'state.json').read_text())
+    if type(state['step']) is not int or state['step'] != step_of(path) or not is_number(state['seconds']):
+        raise ValueError(f'state.json is {state}')
+    return state

@@ -147,9 +147,8 @@ def init_distributed(backend: str) -> None:
     try:
         dist.init_process_group(backend)
     except (dist.DistNetworkError, ValueError) as error:
-        raise UserError(f'process {rank} cannot connect at {os.environ["MASTER_ADDR"]}, port '
-                        f'{os.environ["MASTER_PORT"]} ({first_line(error)}): if another job uses the port, set '
-                        'MASTER_PORT to a free one')
+        raise UserError(f'process {rank} cannot connect at {os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]} '
+                        f'({first_line(error)}): if another job uses the port, set MASTER_PORT to a free one')
     finally:
         timer.cancel()
     atexit.register(dist.destroy_process_group)

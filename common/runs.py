@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import shutil
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,13 +82,22 @@ def portable_config(record: dict, folder):
     return config
 
 
+@contextmanager
+def model_errors(model_name: str) -> Iterator[None]:
+    """Turn a ValueError that a model raises on purpose into a UserError. Others are bugs."""
+    try:
+        yield
+    except ValueError as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].line.startswith('raise '):
+            raise
+        raise UserError(f'model {model_name!r} cannot run here: {error}')
+
+
 def meta_model(model_name: str, config) -> torch.nn.Module:
     """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
     try:
-        with torch.device('meta'):
+        with torch.device('meta'), model_errors(model_name):
             return model_file(model_name).Model(config)
-    except ValueError as error:
-        raise UserError(f'model {model_name!r} cannot be built: {error}')
     except (RuntimeError, TypeError) as error:
         if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
             raise
@@ -225,7 +235,6 @@ def check_out_dir(folder, overwrite: bool) -> None:
 def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     """Lock a run folder. Deletes a new run again if it fails before a step is logged or saved."""
     folder = Path(folder)
-    was_there = folder.exists()
     if is_new:
         check_out_dir(folder, overwrite)
     with locked(folder):
@@ -236,7 +245,7 @@ def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
             with suppress(OSError):
                 if is_new and not has_steps:
                     remove_run(folder)
-                if not was_there and os.listdir(folder) == ['.lock']:
+                if os.listdir(folder) == ['.lock']:
                     shutil.rmtree(folder)
             raise
 

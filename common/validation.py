@@ -41,8 +41,7 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
         n_counted += count
     shares, counts = zip(*all_gather((totals, n_counted)))
     if not any(counts):
-        raise UserError(f'every input in the validation windows of {data.folder} ends a text, so there is nothing to '
-                        'predict: use more eval_tokens or longer documents')
+        raise UserError(f'every validation input of {data.folder} ends a text: give longer documents or more tokens')
     sums = {name: sum(totals.get(name, 0.0) for totals in shares) for totals in shares for name in totals}
     return {name: total / sum(counts) for name, total in sums.items()}, sum(counts)
 

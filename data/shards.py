@@ -83,7 +83,6 @@ class Data:
             i = bisect.bisect(starts, start) - 1
             path, offset = self.folder / self.splits[split]['shards'][i]['file'], start - starts[i]
             n = min(count, starts[i + 1] - start)
-            # no open files or maps are kept: large data have thousands of shards
             parts.append(np.fromfile(path, self.dtype, n, offset=offset * self.dtype.itemsize))
             if len(parts[-1]) < n:
                 raise UserError(f'{path} was cut while it was in use: copy or build the data again')

@@ -181,8 +181,7 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
         except UserError:
             raise
         except Exception as error:  # each format raises its own errors
-            place = f'{file} cannot be read' + (f' after {unit} {n:,}' if n else '')
-            raise UserError(f'{place} ({type(error).__name__}): {error}')
+            raise UserError(f'{file} cannot be read after {n:,} {unit}s ({type(error).__name__}): {error}')
 
 
 def fields_to_read(place: str, names: list[str], s) -> list[str]:

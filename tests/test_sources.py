@@ -252,15 +252,15 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
 
 
 @pytest.mark.parametrize('name, content, sentence', [
-    ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read (ArrowInvalid)'),
-    ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
+    ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after 0 rows (ArrowInvalid)'),
+    ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after 400 lines (JSONDecodeError)'),
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
     ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
-    ('a.jsonl', b'{\n"text": "a"\n}\n{\n"text": "b",\n', 'a.jsonl cannot be read after line 3 (JSONDecodeError)'),
-    ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'a.csv cannot be read after row 1 (Error): unexpected end of data'),
-    ('a.csv', b'id,text\n1,a\n2,"b\n3,"c"\n', 'a.csv cannot be read after row 1 (Error)'),
-    ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
-    ('a.txt', b'ab\xff', 'a.txt cannot be read (UnicodeDecodeError)'),
+    ('a.jsonl', b'{\n"text": "a"\n}\n{\n"text": "b",\n', 'a.jsonl cannot be read after 3 lines (JSONDecodeError)'),
+    ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'a.csv cannot be read after 1 rows (Error): unexpected end of data'),
+    ('a.csv', b'id,text\n1,a\n2,"b\n3,"c"\n', 'a.csv cannot be read after 1 rows (Error)'),
+    ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after '),
+    ('a.txt', b'ab\xff', 'a.txt cannot be read after 0 lines (UnicodeDecodeError)'),
     ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),
 ])
 def test_unreadable_sources_are_reported_with_file_and_line(tmp_path, name, content, sentence):

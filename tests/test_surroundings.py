@@ -85,7 +85,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
                         'MASTER_PORT': '29500'}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, 'init_process_group', in_use)
-    with pytest.raises(UserError, match=r'at here, port 29500 \(EADDRINUSE\).* set MASTER_PORT'):
+    with pytest.raises(UserError, match=r'at here:29500 \(EADDRINUSE\).* set MASTER_PORT'):
         machine.init_distributed('gloo')
 
 
@@ -105,6 +105,9 @@ def test_a_kernel_that_is_missing_is_a_sentence_before_anything_is_written(tiny_
                        (['--attention=triton'], 'attention = triton needs a GPU')):
         assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), said)
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match='invalid literal') as error, runs.model_errors('mine'):
+        int('bug')  # a bug of an edited model keeps its traceback
+    assert type(error.value) is ValueError
 
 
 def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path, monkeypatch):

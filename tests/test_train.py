@@ -368,7 +368,7 @@ def test_a_validation_window_without_a_counted_token_is_left_out():
     for first, n in ((1, 32), (2, 0)):  # of two windows, the second has only ends of text
         data = SimpleNamespace(folder='folder', splits={'val': {'tokens': 65}}, val_batch=lambda windows, T, seed: (
             torch.full((1, T), 2 if windows[0] else first), torch.ones(1, T)))  # noqa: B023
-        with pytest.raises(UserError, match='of folder ends a text') if n == 0 else contextlib.nullcontext():
+        with pytest.raises(UserError, match='input of folder ends a text') if n == 0 else contextlib.nullcontext():
             assert validation_loss(model, data, 32, None, None, 1, 'cpu') == ({'nll': 2.0}, n)
 
 

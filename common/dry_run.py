@@ -2,8 +2,8 @@
 import bisect
 import functools
 import math
-import os
 import re
+from os.path import relpath
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def assumed_data(s, record) -> SimpleNamespace:
     max_tokens = f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # 5% more, for validation
     hint = ''
     if s.make_data and s.data in s.make_data:
-        hint = f'. To build it: {s.make_data}'.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
+        hint = f'. To build it: {s.make_data}'.replace('prepare_fineweb.py', relpath(ROOT / 'prepare_fineweb.py'))
     elif s.data == type(s).data:
         hint = '. To build it: ' + command('prepare_fineweb.py', *tokenizer, f'--out_dir={s.data}', max_tokens)
     elif re.fullmatch(r'[\w.-]+/[\w.-]+', s.data):

@@ -145,7 +145,6 @@ def test_a_window_sweep_has_one_line_per_method(tmp_path):
 
 
 def test_figures_draw_only_what_was_measured():
-    """No point for a model without a window, no interval for one seed."""
     point = {'mean': 3.0, 'lowest': 2.9, 'highest': 3.1, 'seeds': 2}
     lines = {'sps': [point | {'window': window} for window in (0, 64)], 'standard': [point | {'window': math.inf}]}
     axes, = window_sweep.plot(lines).axes

@@ -99,7 +99,6 @@ def test_folders_patterns_and_files_are_read_alike(files):
 @pytest.mark.parametrize('indent', [None, 1, '\t'])
 @pytest.mark.parametrize('name', ['a.ndjson', 'A.JSONL', 'a.json', 'a.JSON.gz'])
 def test_records_of_other_tools_are_read(name, indent, tmp_path):
-    """Names in capitals, records over several lines, with an id, without one, or with null."""
     records = [{'text': line, 'meta': {'at': [{}, i]}} | [{}, {'id': None}, {'id': i}][i % 3]
                for i, line in enumerate(LINES)]
     lines = '\ufeff' + ''.join(json.dumps(record, indent=indent) + '\n' for record in records)
@@ -258,7 +257,6 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
     ('a.jsonl', b'{\n"text": "a"\n}\n{\n"text": "b",\n', 'a.jsonl cannot be read after 3 lines (JSONDecodeError)'),
     ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'a.csv cannot be read after 1 rows (Error): unexpected end of data'),
-    ('a.csv', b'id,text\n1,a\n2,"b\n3,"c"\n', 'a.csv cannot be read after 1 rows (Error)'),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after '),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after 0 lines (UnicodeDecodeError)'),
     ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),

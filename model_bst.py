@@ -36,7 +36,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
                           make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs, rope_table, rotate)
 
 
@@ -115,6 +115,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, C)
         self.forward_encoder = Encoder(config)
         self.head = nn.Linear(C, config.vocab_size, bias=False)  # predicts the next token
+        self.cross_entropy = CrossEntropy(config.vocab_size, None if config.pad_rows_in_loss else config.n_ids)
         self._init_weights(self)  # first, so that the same seed gives the weights of model_nextlat
         self.backward_encoder = Encoder(config)
         self.no_prefix = nn.Parameter(torch.zeros(C))  # f of the empty prefix
@@ -142,7 +143,7 @@ class Model(nn.Module):
         """Return f or b (B, T, C). idx, doc_start (or None): (B, T), both in reading order."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta)
-        return encoder(self.embed(idx), rope, make_mask(self.sees, T, c.head_size, idx.device, doc_start))
+        return encoder(self.embed(idx), rope, make_mask(self, T, idx.device, doc_start))
 
     def _text_state(self, t_f, t_b):
         """Return the text head's state h(p, q). t_f, t_b: (..., n_text) -> (..., C)."""
@@ -194,14 +195,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return self._nats(self._logits(h), targets),
-
-    def _nats(self, logits, targets):
-        """Return the summed cross-entropy, in fp32. logits: (N, V); targets: (N,), -1 ignored."""
-        logits = at_least_fp32(logits)
-        if not self.config.pad_rows_in_loss:
-            mask_padding(logits, self.config.n_ids)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+        return self.cross_entropy(self._logits(h), targets),
 
     @outside_graphs  # the number of pairs depends on the documents
     def _pair_losses(self, t_f, t_b, labels, start):
@@ -218,8 +212,8 @@ class Model(nn.Module):
 
         def losses(at_p, at_q, next_label, previous_label, t_f, t_b):
             h = self._text_state(t_f.index_select(0, at_p), t_b.index_select(0, at_q))
-            pair_next = self._nats(self._logits(h), next_label) / n_next
-            pair_previous = self._nats(self.previous_head(h), previous_label) / n_previous
+            pair_next = self.cross_entropy(self._logits(h), next_label) / n_next
+            pair_previous = self.cross_entropy(self.previous_head(h), previous_label) / n_previous
             return pair_next + pair_previous, pair_next, pair_previous
 
         first = row * (T + 1)

@@ -34,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (KVCache, Mask, Tokens, at_least_fp32, attention, check_shape, checkpointed, chunked_loss,
+from attn_kernels import (CrossEntropy, KVCache, Tokens, attention, check_shape, checkpointed, chunked_loss, dense_mask,
                           document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
                           rope_table, rotate)
 
@@ -217,6 +217,7 @@ class Model(nn.Module):
         self.head = nn.Linear(C, c.vocab_size, bias=False)
         if c.tied_head:
             self.head.weight = self.embed.weight
+        self.cross_entropy = CrossEntropy(c.vocab_size, None if c.pad_rows_in_loss else c.n_ids)
         self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # `begin_step` draws from these
         self.n_unrolls = c.K  # number of unrolls in this training step
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
@@ -292,10 +293,10 @@ class Model(nn.Module):
     def iterates(self, idx):
         """Yield z^(1), z^(2), ..., each (B, T, C), for sequences idx (B, T)."""
         e, doc_start, starts, rope = self.prepare(idx)
-        mask = make_mask(self.sees, idx.shape[1], self.config.head_size, idx.device, doc_start)
+        mask = make_mask(self, idx.shape[1], idx.device, doc_start)
         return self.unrolls(e, torch.zeros_like(e[:, :1]), starts, rope, mask)
 
-    @torch.compiler.disable(recursive=False)  # compile `step` alone: one graph for any K
+    @torch.compiler.disable(recursive=False)
     def states(self, idx):
         """Return z by streaming (bptt) or by this step's unrolls. idx: (B, T) -> (B, T, C)."""
         c = self.config
@@ -328,10 +329,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        logits = at_least_fp32(self._logits(h))
-        if not self.config.pad_rows_in_loss:
-            mask_padding(logits, self.config.n_ids)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
+        return self.cross_entropy(self._logits(h), targets),
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss and decoding."""
@@ -384,7 +382,7 @@ class Model(nn.Module):
             zs, past = [], Past(past)  # a copy, because the backward pass runs this again
             for t in range(start, min(start + self.config.segment_len, T)):
                 at = slice(t, t + 1)
-                mask = Mask('dense', seen[:, at, :t + 1])
+                mask = dense_mask(seen[:, at, :t + 1], self.config)
                 z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
                 zs.append(z)
             return torch.cat(zs, 1), past

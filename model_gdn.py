@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import at_least_fp32, checkpointed, chunked_loss, mask_padding, outside_graphs
+from attn_kernels import CrossEntropy, checkpointed, chunked_loss, mask_padding, outside_graphs
 
 try:
     from scans import gdn, pinned
@@ -209,6 +209,7 @@ class Model(nn.Module):
             elif name.endswith('.bias'):  # not dt_bias
                 nn.init.zeros_(p)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)  # nn.Linear's default init (official code)
+        self.cross_entropy = CrossEntropy(c.vocab_size)
 
     def final_hidden(self, idx, cache=None):
         """Return the head's inputs (B, n, C). idx: (B, n); with a cache, its rows' next tokens."""
@@ -235,7 +236,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return F.cross_entropy(at_least_fp32(self._logits(h)), targets, ignore_index=-1, reduction='sum'),
+        return self.cross_entropy(self._logits(h), targets),
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss and decoding."""

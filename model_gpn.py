@@ -28,7 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import at_least_fp32, chunked_loss, mask_padding, outside_graphs
+from attn_kernels import CrossEntropy, chunked_loss, mask_padding, outside_graphs
 
 try:
     from scans import gpn, pinned
@@ -172,6 +172,7 @@ class Model(nn.Module):
         self.decode = nn.Linear(c.n_embd, c.d_emb, bias=c.decoder_bias)
         self.head = nn.Linear(c.d_emb, c.vocab_size, bias=False)
         self.head.weight = self.embed.weight
+        self.cross_entropy = CrossEntropy(c.vocab_size)
         self.init_weights()
         self.fast = pinned is not None and pinned(self, gpn) is not None  # use scans/gpn.py where it can run
 
@@ -283,7 +284,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, E); targets: (N,)."""
-        return (F.cross_entropy(at_least_fp32(self._logits(h)), targets, ignore_index=-1, reduction='sum'),)
+        return (self.cross_entropy(self._logits(h), targets),)
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss and decoding. h: (..., E)."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
                           make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 
@@ -111,6 +111,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        self.cross_entropy = CrossEntropy(config.vocab_size, None if config.pad_rows_in_loss else config.n_ids, 'none')
         self._init_weights(self)  # first, so that the same seed gives the weights of model_nextlat
         self.fetch = Fetch(config)
         self._init_weights(self.fetch)
@@ -137,7 +138,7 @@ class Model(nn.Module):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta)
-        mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id))
+        mask = make_mask(self, T, idx.device, document_starts(idx, c.eos_id))
         return self._run_blocks(idx, rope, mask)
 
     def forward(self, idx, targets):
@@ -163,10 +164,7 @@ class Model(nn.Module):
     def _losses(self, targets, weights, h, e):
         """Return loss, nll, further. targets, weights: (N, d + 1); h: (N, C); e: (N, d, C)."""
         states = torch.cat([h.unsqueeze(1), self.fetch(h, e)], 1)  # (N, d + 1, C)
-        logits = at_least_fp32(self._logits(states)).flatten(0, 1)
-        if not self.config.pad_rows_in_loss:
-            mask_padding(logits, self.config.n_ids)
-        nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='none').view_as(targets)
+        nats = self.cross_entropy(self._logits(states).flatten(0, 1), targets.flatten()).view_as(targets)
         means = (nats * weights).sum(0)
         nll, further = means[0], means[1:].mean()
         return nll + self.config.lambda_mtp * further, nll, further

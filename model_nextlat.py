@@ -112,6 +112,50 @@ class Dynamics(nn.Module):
         return h + self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
+class Losses(nn.Module):
+    """The parts of the loss, given the logits of h and of each h^; compiled like `CrossEntropy`."""
+
+    dynamic = True  # one compilation for chunks of all lengths
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, names, targets, token_weights, state_weights, h, predicted, logits, predicted_logits):
+        """Return the nll and the parts `names` of N positions, each averaged over i = 1 ... d.
+
+        targets: (N,); weights: (N, d + 1), column i for predictions i steps ahead; h: (N, C) and
+        predicted: d times (N, C); logits: (N, V) and predicted_logits: d times (N, V), or none.
+        """
+        c = self.config
+        torch._check(logits.shape[-1] == c.vocab_size)  # see `CrossEntropy`
+        log_p = self.log_probs(logits)
+        nll = (F.nll_loss(log_p, targets, ignore_index=-1, reduction='none') * token_weights[:, 0]).sum()
+        log_p, parts = log_p.detach(), dict.fromkeys(names, 0.0)
+        p = log_p.exp() if 'kl' in names else None
+        goal = h.detach() if c.stop_target else h
+        for i, h_hat in enumerate(predicted, 1):
+            if 'next_hidden' in names:
+                distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
+                errors = distance(h_hat, goal, reduction='none').mean(-1)
+                parts['next_hidden'] += (errors * state_weights[:, i]).sum() / c.horizon
+            if predicted_logits:  # of 'kl' or 'ce'
+                log_q = self.log_probs(predicted_logits[i - 1])
+            if 'kl' in names:  # KL(p(.|h) || p(.|h^))
+                nats = (p * (log_p - log_q)).sum(-1)
+                parts['kl'] += (nats * token_weights[:, i]).sum() / c.horizon
+            if 'ce' in names:
+                nats = F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
+                parts['ce'] += (nats * token_weights[:, i]).sum() / c.horizon
+        return nll, *parts.values()
+
+    def log_probs(self, logits):
+        """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
+        if not self.config.pad_rows_in_loss:
+            logits = logits[:, :self.config.n_ids]
+        return at_least_fp32(logits).log_softmax(-1)
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -123,6 +167,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        self.losses = Losses(config)
         self._init_weights(self)
         if config.objective == 'nextlat':
             self.dynamics = Dynamics(config)
@@ -156,7 +201,7 @@ class Model(nn.Module):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
-        mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id))
+        mask = make_mask(self, T, idx.device, document_starts(idx, c.eos_id))
         return self._run_blocks(idx, rope, mask)
 
     def forward(self, idx, targets):
@@ -196,38 +241,13 @@ class Model(nn.Module):
         return lambdas if self.training else {'next_hidden': 0.0, 'kl': 0.0} | lambdas
 
     def _losses(self, targets, token_weights, state_weights, h, *predicted):
-        """Return the loss of a chunk of N positions, the nll and the parts named by `_lambdas`.
-
-        targets: (N,); weights: (N, d + 1), column i for predictions i steps ahead; h, h^: (N, C).
-        """
-        c, lambdas = self.config, self._lambdas()
-        log_p = self._log_probs(h)
-        nll = (F.nll_loss(log_p, targets, ignore_index=-1, reduction='none') * token_weights[:, 0]).sum()
-        log_p, parts = log_p.detach(), dict.fromkeys(lambdas, 0.0)
-        p = log_p.exp() if 'kl' in lambdas else None
-        goal = h.detach() if c.stop_target else h
-        for i, h_hat in enumerate(predicted, 1):
-            if 'next_hidden' in lambdas:
-                distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
-                errors = distance(h_hat, goal, reduction='none').mean(-1)
-                parts['next_hidden'] += (errors * state_weights[:, i]).sum() / c.horizon
-            if 'kl' in lambdas or 'ce' in lambdas:
-                log_q = self._log_probs(h_hat, frozen=c.stop_head)
-            if 'kl' in lambdas:  # KL(p(.|h) || p(.|h^))
-                nats = (p * (log_p - log_q)).sum(-1)
-                parts['kl'] += (nats * token_weights[:, i]).sum() / c.horizon
-            if 'ce' in lambdas:
-                nats = F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
-                parts['ce'] += (nats * token_weights[:, i]).sum() / c.horizon
-        loss = nll + sum(weight * parts[name] for name, weight in lambdas.items())
-        return loss, nll, *parts.values()
-
-    def _log_probs(self, h, frozen=False):
-        """Return fp32 log-probabilities. h: (N, C) -> (N, V), or (N, n_ids) without padding."""
-        logits = self._logits(h, frozen)
-        if not self.config.pad_rows_in_loss:
-            logits = logits[:, :self.config.n_ids]
-        return at_least_fp32(logits).log_softmax(-1)
+        """Return the loss of a chunk of positions, the nll and the parts named by `_lambdas`."""
+        lambdas = self._lambdas()
+        has_logits = 'kl' in lambdas or 'ce' in lambdas
+        predicted_logits = [self._logits(h_hat, self.config.stop_head) for h_hat in predicted if has_logits]
+        nll, *parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, h, predicted, self._logits(h),
+                                  predicted_logits)
+        return nll + sum(weight * part for weight, part in zip(lambdas.values(), parts)), nll, *parts
 
     def _logits(self, h, frozen=False):
         """Return logits over all V rows. frozen: without a gradient for the head's weights."""

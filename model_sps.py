@@ -36,8 +36,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
                           make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+
+try:
+    from scans import attention as triton_kernels
+except ModuleNotFoundError:  # the folder scans/ is optional
+    triton_kernels = None
 
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed
@@ -77,6 +82,8 @@ class Config:
 
     def __post_init__(self):
         check_shape(self)
+        if self.attention == 'triton' and triton_kernels is None:
+            raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
         self.n_ffn = self.n_ffn or 3 * self.n_embd
         if self.n_ids >= self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
@@ -127,6 +134,8 @@ class Model(nn.Module):
         persistent, self.output = METHODS[config.method]
         windows = [config.persistent_window if stream in persistent else config.window for stream in BOTH]
         self.w_x, self.w_rho = (2 ** 30 if w is None else w for w in windows)  # how far back queries see each stream
+        if config.attention == 'triton':
+            triton_kernels.check(self.sees, config.head_size)
         self.n_x_layers = config.n_layer - (config.predict_layers or config.n_layer)  # bottom layers with x alone
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # E; row n_ids is <predict>
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -134,6 +143,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        self.cross_entropy = CrossEntropy(config.vocab_size, None if config.pad_rows_in_loss else config.n_ids)
         # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # official SPS code: only the attention output is scaled down with depth
@@ -184,8 +194,11 @@ class Model(nn.Module):
         doc_start = document_starts(idx, c.eos_id)
         masks = {}
         for keys, queries in dict.fromkeys(map(self.streams, range(c.n_layer))):
-            reaches = [self.w_x, self.w_rho] if c.attention == 'triton' else None
-            masks[keys, queries] = make_mask(self.sees, T, c.head_size, idx.device, doc_start, keys, queries, reaches)
+            if c.attention == 'triton':
+                reaches = [self.w_x, self.w_rho][:len(keys)]
+                masks[keys, queries] = triton_kernels.make_mask(T, idx.device, doc_start, reaches, queries[0])
+            else:
+                masks[keys, queries] = make_mask(self, T, idx.device, doc_start, keys, queries)
         return self._run_blocks(idx, rope, masks)
 
     def forward(self, idx, targets):
@@ -202,10 +215,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        logits = at_least_fp32(self._logits(h))
-        if not self.config.pad_rows_in_loss:
-            mask_padding(logits, self.config.n_ids)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
+        return self.cross_entropy(self._logits(h), targets),
 
     def _logits(self, h):
         """Return logits over all V rows (eq. 10 before the softmax), for the loss and decoding."""

@@ -17,8 +17,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
                           make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+
+try:
+    from scans import attention as triton_kernels
+except ModuleNotFoundError:  # the folder scans/ is optional
+    triton_kernels = None
 
 
 @dataclass
@@ -47,6 +52,8 @@ class Config:
 
     def __post_init__(self):
         check_shape(self)
+        if self.attention == 'triton' and triton_kernels is None:
+            raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
 
@@ -83,12 +90,15 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.reach = 2 ** 30 if config.window is None else config.window  # past positions that a query sees
+        if config.attention == 'triton':
+            triton_kernels.check(self.sees, config.head_size)
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
+        self.cross_entropy = CrossEntropy(config.vocab_size, None if config.pad_rows_in_loss else config.n_ids)
         # Initialises every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if config.init == 'torch' and not name.startswith('embed.'):
@@ -114,8 +124,11 @@ class Model(nn.Module):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
-        mask = make_mask(self.sees, T, c.head_size, idx.device, document_starts(idx, c.eos_id),
-                         reaches=[self.reach] if c.attention == 'triton' else None)
+        doc_start = document_starts(idx, c.eos_id)
+        if c.attention == 'triton':
+            mask = triton_kernels.make_mask(T, idx.device, doc_start, [self.reach])
+        else:
+            mask = make_mask(self, T, idx.device, doc_start)
         return self._run_blocks(idx, rope, mask)
 
     def forward(self, idx, targets):
@@ -132,10 +145,7 @@ class Model(nn.Module):
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        logits = at_least_fp32(self._logits(h))
-        if not self.config.pad_rows_in_loss:
-            mask_padding(logits, self.config.n_ids)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum'),
+        return self.cross_entropy(self._logits(h), targets),
 
     def _logits(self, h):
         """Return logits over all V rows (eq. 10 before the softmax), for the loss and decoding."""

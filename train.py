@@ -213,15 +213,16 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
     Only rank 0 computes scores: those of a task, or 'acceptance', the fraction of accepted drafts.
     """
     model.eval()
-    with machine.autocast():
-        scores = {}  # before the loss: FSDP prefetches what ran last, which must be equal on all processes
-        if machine.rank == 0:
+    scores = {}  # before the loss: FSDP prefetches what ran last, which must be equal on all processes
+    if machine.rank == 0:
+        with machine.autocast(), machine.eager():
             if hasattr(data, 'score'):
                 scores |= data.score(model, machine.device, s.micro_batch_size)
             if s.acceptance_prompts:
                 from common.speculative import validation_drafts
                 drafts = validation_drafts(model, data, s.block_size, s.acceptance_prompts, s.seed)
                 scores['acceptance'] = drafts.accepted_at.total() / max(1, drafts.drafted)
+    with machine.autocast():
         parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
                                    machine.device)
     model.train()
@@ -246,9 +247,6 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}'
           + (f', weights sharded over {s.shard or machine.world} processes' if is_sharded else ''))
-    if is_sharded:
-        from common.sharding import shard_model
-        shard_model(model, machine.device, s.shard)
     return model
 
 
@@ -324,6 +322,9 @@ def train(s, config, data, record, machine, argv):
     """Train a model. record: config.json of the run to continue. argv: the command line."""
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
+    if s.parallel == 'fsdp' and machine.world > 1:
+        from common.sharding import shard_model
+        shard_model(model, machine.device, s.shard)
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:
@@ -336,7 +337,7 @@ def train(s, config, data, record, machine, argv):
     n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
-    if compiled is not model:
+    if machine.compiles:
         print('The first step and the first validation compile the model, which takes a minute or so.', flush=True)
 
     progress(f'step {step}/{n_steps}')
@@ -398,7 +399,7 @@ def print_sample(s, model, data, machine):
     from common.decoding import generate
     from data.tokenizers import load_tokenizer
     prompt, n_new = data.example(s.block_size, s.sample_tokens)
-    with machine.autocast():
+    with machine.autocast(), machine.eager():
         new, = generate(model.eval(), [prompt], n_new, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)
     tokenizer = load_tokenizer(data.tokenizer)
     before, after = (tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new))

@@ -1,5 +1,6 @@
 """Side-by-side benchmarks. Both sides take turns, and noise cancels in the ratio of their times.
 
+    python -m bench.profile s       a training step of Standard and SPS: speed, memory, kernels
     python -m bench.train_step      training steps, compared with Hugging Face Llama;
                                     `objectives`: NextLat, MTP, JTP, BST, relative to GPT
     python -m bench.generate        decoding, compared with Hugging Face generate
@@ -7,7 +8,7 @@
     python -m bench.attention       attention, compared with PyTorch's own calls
     python -m bench.scans           fast forms of GPN, GDN and Context-Ready, compared with loops
     python -m bench.context_ready   generation by Context-Ready, compared with a Roformer
-    python bench/gpu.py             everything that needs a GPU, including tests
+    python -m bench.gpu             everything that needs a GPU, including tests
 
 Results are printed as they are measured and written to bench/results/ with device, date, versions
 and commit. --toy takes seconds, at meaningless sizes, and writes nothing.
@@ -24,6 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
@@ -60,6 +62,24 @@ def make_model(name: str, **values):
 def over_standard(seconds: dict[str, float]) -> dict[str, float]:
     """Return {name: seconds} of the other methods divided by Standard's seconds."""
     return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
+
+
+def graphed(function: Callable, calls: int = 10) -> Callable:
+    """Return a function that runs `function` `calls` times as one CUDA graph.
+
+    Without launches from Python between them, the time is that of the kernels.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    return graph.replay
 
 
 def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
@@ -104,14 +124,27 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
+@contextmanager
+def process(here: bool = False, **environment: str) -> Iterator[Callable]:
+    """Start a process with environment variables; yield ask(function, *args), which calls it there.
+
+    here: call in this process, for toy sizes.
+    """
+    if here:
+        yield _call
+        return
+    spawn = multiprocessing.get_context('spawn')
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
+        yield lambda function, *args: pool.submit(_call, function, *args).result()
+
+
 def isolated(function: Callable, *args, **environment: str):
     """Call function(*args) in a new process with environment variables, and return its result.
 
     Used to measure peak memory. The rows of a generator function are returned as a list.
     """
-    spawn = multiprocessing.get_context('spawn')
-    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
-        return pool.submit(_call, function, *args).result()
+    with process(**environment) as ask:
+        return ask(function, *args)
 
 
 def _call(function, *args):
@@ -155,14 +188,18 @@ class Settings:
     toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
 
 
-def measure(argv: list[str] | None, settings: type = Settings, **measurements: Callable[..., Iterable[dict]]) -> None:
-    """Run the measurement named in argv, or the first, with all settings. Writes its rows."""
+def measure(argv: list[str] | None, settings: type = Settings, prefix: str = '',
+            **measurements: Callable[..., Iterable[dict]]) -> None:
+    """Run the measurement named in argv, or the first, with all settings. Writes its rows.
+
+    prefix: what the name of the file with the results starts with.
+    """
     with friendly_errors(argv):
         s, names, _ = load_settings(settings, argv)
         name, *others = names or measurements
         if name not in measurements or (names and others):
             raise UserError(f'unexpected {" ".join(names)!r}: expected one of {", ".join(measurements)}')
-        write_results(name, measurements[name](**asdict(s)), toy=s.toy)
+        write_results(prefix + name, measurements[name](**asdict(s)), toy=s.toy)
 
 
 def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:

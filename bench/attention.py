@@ -4,21 +4,24 @@
 
 The patterns are `sees` of model_standard and model_sps: causal, a window of 64, and SPS with window
 64, each with and without documents. Ours runs in tiles on a CPU, and with FlexAttention or Triton
-on a GPU. PyTorch's side is `scaled_dot_product_attention` with a dense mask or is_causal=True.
-Useful FLOPs count only visible query-key pairs: 14 D per pair and head, forward and backward.
+on a GPU, where ten calls are one CUDA graph, so that the time is that of the kernels. PyTorch's
+side is `scaled_dot_product_attention` with a dense mask (not on a GPU) or is_causal=True. Useful
+FLOPs count only visible query-key pairs: 14 D per pair and head, forward and backward.
 """
+import functools
 from collections.abc import Iterator
 
 import torch
 
 import model_sps
 import model_standard
-from attn_kernels import Mask, _whole_mask, attention, document_starts, make_mask
-from bench import DEVICE, GPU, alternate, measure
+from attn_kernels import Mask, _whole_mask, attention, dense_mask, document_starts, make_mask
+from bench import DEVICE, GPU, alternate, graphed, measure
 from common import gpu
+from scans import attention as triton_kernels
 
 N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if GPU else (8, 4096, 64)  # TOKENS: per call
-LENGTHS = (4096, 1024, 16384) if GPU else (256, 1024, 2048)
+LENGTHS = (4096, 1024) if GPU else (256, 1024, 2048)
 DTYPES = (torch.bfloat16,) if GPU else (torch.bfloat16, torch.float32)
 PATTERNS = {  # name: (model file, Config values, key streams)
     'causal': (model_standard, dict(window=None), (0,)),
@@ -30,22 +33,29 @@ def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -
     """Return a row with the time of each side, absolute and relative to ours."""
     module, values, streams = PATTERNS[pattern]
     with torch.device('meta'):
-        model = module.Model(module.Config(n_layer=1, n_head=2, n_embd=2 * D, **values))
+        model = module.Model(module.Config(n_layer=1, n_head=N_HEAD, n_embd=N_HEAD * D, **values))
     B = 2 if rounds == 1 else max(1, TOKENS // (T * len(streams)))
     ends = (torch.rand(B, T, generator=torch.Generator().manual_seed(0)) < 1 / 1000).long().to(DEVICE)
     doc_start = document_starts(ends, 1) if documents else None  # documents of 1000 tokens on average
     q, k, v = torch.randn(3, B, len(streams) * T, N_HEAD, D, device=DEVICE, dtype=dtype).requires_grad_().unbind(0)
     pairs = _whole_mask(model.sees, T, doc_start, streams, streams, DEVICE)
     n_pairs = pairs.sum().item() * B / len(pairs)
-    sides = {'ours': make_mask(model.sees, T, D, DEVICE, doc_start, streams),
-             'dense mask': Mask('dense', pairs)}
+    sides = {'ours': make_mask(model, T, DEVICE, doc_start, streams)}
     if GPU:
         reaches = [model.w_x, model.w_rho] if len(streams) == 2 else [model.reach]
-        sides['triton'] = make_mask(model.sees, T, D, DEVICE, doc_start, streams, reaches=reaches)
+        sides['triton'] = triton_kernels.make_mask(T, DEVICE, doc_start, reaches)
+    else:
+        sides['dense mask'] = dense_mask(pairs, model.config)
     if pattern == 'causal':  # with documents, this side also computes pairs that the pattern excludes
         sides['is_causal'] = Mask('causal')
-    seconds = alternate({name: lambda mask=mask: attention(q, k, v, mask).sum().backward()
-                         for name, mask in sides.items()}, rounds)
+    grad, calls = torch.randn_like(q), 10 if GPU else 1
+
+    def call(mask):
+        torch.autograd.grad(attention(q, k, v, mask), (q, k, v), grad)
+    calls_of = {name: functools.partial(call, mask) for name, mask in sides.items()}
+    if GPU:
+        calls_of = {name: graphed(function, calls) for name, function in calls_of.items()}
+    seconds = {name: s / calls for name, s in alternate(calls_of, rounds).items()}
     return {'pattern': pattern, 'documents': documents, 'dtype': str(dtype)[6:], 'T': T, 'D': D, 'batch': B,
             **{f'{name} ms': round(1e3 * s, 3) for name, s in seconds.items()},
             **{f'{name} over ours': round(s / seconds['ours'], 2) for name, s in seconds.items() if name != 'ours'},

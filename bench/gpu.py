@@ -1,19 +1,20 @@
-"""Run everything that needs a GPU, most important first: tests, training, decoding, benchmarks.
+"""Run everything that needs a GPU, most important first: tests, speed, training, decoding.
 
-    python bench/gpu.py [--out=FOLDER] [--only=STEP,STEP] [--limit=570]
+    python -m bench.gpu [--out=FOLDER] [--only=STEP,STEP] [--limit=570]
 
-All steps fit in two calls of ten minutes. Each has a time limit, and a step that fails, falls back
-to slower code or times out does not stop later ones; benchmarks that time out leave their first
-rows. The last line lists failed steps, and the --only for a second call that runs the remaining
-steps. The output goes to FOLDER/gpu.log (default out/gpu) as it is printed, and benchmark results
-are copied to FOLDER after each step. Takes too long for this: `bench.train_step objectives`.
+Each step has a time limit, enough for a machine with an H100 and 16 cores. A step that fails, falls
+back to slower code or times out does not stop later ones; benchmarks that time out leave their
+first rows. Steps that do not fit into --limit seconds are left for a second call: the last line
+says which failed, and the --only that runs the rest. The output goes to FOLDER/gpu.log (default
+out/gpu) as it is printed, and all measurements to FOLDER/results.json. Takes too long for this:
+`bench.train_step objectives`.
 """
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,22 +27,23 @@ WORKERS = ['-n', '8'] if importlib.util.find_spec('xdist') else []
 TESTS = ['-m', 'pytest', '-v', *WORKERS]
 TRAINING = ['--max_tokens=500_000', '--overwrite']
 STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes most of the time.
-    'kernels': (170, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
+    'compiled': (100, [*TESTS, 'tests', '-k', 'compiled_cuda or compiled_loss']),
+    'profile_s': (90, ['-m', 'bench.profile', 's']),
+    'attention': (90, ['-m', 'bench.attention']),
+    'profile_l': (150, ['-m', 'bench.profile', 'l']),
+    'training': (75, ['train.py', 'config/quickstart.py', '--out_dir=out/gpu_check', *TRAINING]),
+    'sampling': (15, ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100']),
+    'scans': (50, ['-m', 'bench.scans']),
+    'kernels': (150, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
                       '-k', 'not cpu and not compile']),
-    'compiled': (120, [*TESTS, 'tests', '-k', 'compiled_cuda']),
-    'training': (90, ['train.py', 'config/quickstart.py', '--out_dir=out/gpu_check', *TRAINING]),
-    'sampling': (20, ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100']),
-    'scales': (160, ['-m', 'bench.train_step', 'scales']),
-    'attention': (110, ['-m', 'bench.attention']),
+    'inference': (70, ['-m', 'bench.inference', '--scales=xs,s', '--new=512']),  # all five scales take longer
+    'generate': (40, ['-m', 'bench.generate']),
+    'context_ready': (40, ['-m', 'bench.context_ready']),
     'drafting': (80, ['train.py', 'config/quickstart_nextlat.py', '--out_dir=out/gpu_nextlat', *TRAINING]),
     'speculative': (40, ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
                           '--new_tokens=128']),
-    'context_ready': (70, ['-m', 'bench.context_ready']),
-    'scans': (80, ['-m', 'bench.scans']),
-    'inference': (60, ['-m', 'bench.inference', '--scales=xs', '--new=1024']),  # all five scales take longer
     'train_step': (50, ['-m', 'bench.train_step']),
-    'generate': (50, ['-m', 'bench.generate']),
-    'tests': (40, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
+    'tests': (90, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
 }
 FELL_BACK = re.compile(r'run step by step|recomputes the text|hit config\.\w+_limit|falling back')
 
@@ -73,6 +75,13 @@ def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
     return text, f'fell back: {fallback[0]!r}' if fallback and status == 'done' else status
 
 
+def collect_results(out: Path, begin: float) -> None:
+    """Write the benchmarks' results since `begin` to one file: {name: content of its JSON}."""
+    paths = [path for path in sorted((ROOT / 'bench/results').glob('*_gpu.*json')) if path.stat().st_mtime >= begin]
+    found = {path.name.partition('.')[0]: json.loads(path.read_text()) for path in paths}
+    (out / 'results.json').write_text(json.dumps(found, indent=1) + '\n')
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', type=lambda text: text.split(','), default=list(STEPS))
@@ -83,7 +92,7 @@ def main(argv=None):
         parser.error(f'unknown step {min(unknown)!r}: expected some of {", ".join(STEPS)}, separated by commas')
     import torch
     if not torch.cuda.is_available():
-        sys.exit('gpu.py: PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
+        sys.exit('bench.gpu: PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
                  'python -m bench.train_step')
     begin, end, failed, not_run = time.time(), time.monotonic() + s.limit, [], []
     s.out.mkdir(parents=True, exist_ok=True)
@@ -100,9 +109,7 @@ def main(argv=None):
             print(text[-3000:], line, sep='\n', flush=True)
             if status != 'done':
                 failed.append(name)
-            for path in (ROOT / 'bench/results').glob('*_gpu.*json'):
-                if path.stat().st_mtime >= begin:
-                    shutil.copy(path, s.out)
+            collect_results(s.out, begin)
     problems = [f'failed: {", ".join(failed)}'] * bool(failed)
     problems += [f'not run: --only={",".join(not_run)}'] * bool(not_run)
     sys.exit('; '.join(problems) or 0)

@@ -2,7 +2,6 @@
 
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--batch_size=32] [--toy]
-    python -m bench.train_step scales [--toy]      on a GPU
 
 Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': both
 in the same precision; 'defaults': ours in train.py's precision, Hugging Face in fp32. Then the step
@@ -13,8 +12,6 @@ ntp, of nextlat, mtp and jtp with horizons 1, 2 and 8, and of bst with a tenth o
 GPU: 1.3B parameters, 8 x 1024 tokens per step (--batch_size=32: 33K, as in the paper). On a CPU: 12
 layers of 384, 8 x 256 tokens; memory with a vocabulary of 50304, times with a vocabulary of bytes,
 because otherwise the head would dominate.
-
-`scales`: the SPS paper's scales S and L, and their fraction of the GPU's peak FLOPs.
 """
 import copy
 from collections.abc import Callable, Iterator
@@ -38,7 +35,7 @@ OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in (
 
 @dataclass
 class Settings(bench.Settings):
-    batch_size: int = 8  # sequences per step; two streams at 1024 tokens: a quarter of this; scale L: half
+    batch_size: int = 8  # sequences per step; two streams at 1024 tokens: a quarter of this
 
 
 # ---- one step ----
@@ -117,15 +114,6 @@ def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:
 
 # ---- the papers' tables ----
 
-def scales(toy: bool, batch_size: int) -> Iterator[dict]:
-    """Yield rows of SPS-S relative to Standard-S, and MFU of S and L (on a GPU, compiled, bf16)."""
-    shape, T, rounds = (TOY_SHAPE, 16, 1) if toy else (dict(n_layer=12, n_head=12, n_embd=768), 4096, 10)
-    yield beside_standard(['standard', 'sps'], shape, T, batch_size, torch.bfloat16, rounds)
-    if not toy:
-        yield beside_standard(['standard'], dict(n_layer=36, n_head=20, n_embd=1280), T, max(1, batch_size // 2),
-                              torch.bfloat16, rounds)
-
-
 def objective_step(objective: str, horizon: int, batch_size: int, vocabulary=VOCABULARY, toy=False) -> tuple:
     """Return a training step as in train.py, and its model. objective: ntp or a model's name.
 
@@ -187,7 +175,7 @@ def figures(toy: bool, batch_size: int) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, train_step=figures, objectives=objectives, scales=scales)
+    measure(argv, Settings, train_step=figures, objectives=objectives)
 
 
 if __name__ == '__main__':

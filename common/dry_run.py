@@ -60,7 +60,7 @@ def print_memory(s, model, n_processes: int) -> None:
     most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
     n_rows = min(s.micro_batch_size, most)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
-    held = state_bytes(model, n_processes // n_shards, n_shards, n_rows < most)
+    held = state_bytes(model, n_shards, n_rows < most)
     share = f'1/{n_shards} of ' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for {share}weights, gradients and moments', end='',
           flush=True)
@@ -87,16 +87,16 @@ def print_memory(s, model, n_processes: int) -> None:
     print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
 
 
-def state_bytes(model, n_copies: int, n_shards: int, accumulates: bool) -> float:
-    """Return bytes per process of fp32 weights, gradients, two moments and DDP or FSDP buffers.
+def state_bytes(model, n_shards: int, accumulates: bool) -> float:
+    """Return bytes per process of fp32 weights, gradients, two moments and FSDP's buffers.
 
-    n_shards processes share each of n_copies copies of the weights. docs/scale.md lists what FSDP
-    holds; for the blocks: one block, the prefetched one, its gradients and two buffers. This
-    follows PyTorch's source code and was not measured.
+    n_shards processes share a copy of the weights; DDP's buffers are the gradients. docs/scale.md
+    lists what FSDP holds; for the blocks: one block, the prefetched one, its gradients and two
+    buffers. This follows PyTorch's source code and was not measured.
     """
     n_params = runs.count_parameters(model)
     if n_shards == 1:
-        return 16 * n_params + 4 * n_params * (n_copies > 1)
+        return 16 * n_params
     blocks = [runs.count_parameters(module) for module in gathered_modules(model)]
     outside = n_params - sum(blocks)
     waiting = sum(blocks) if accumulates else 0

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,18 +37,26 @@ class Machine:
     device: torch.device
     dtype: torch.dtype = torch.float32
     launcher: int | None = None  # process id of torchrun; None: started without it
+    compiles: bool = False  # set by `compiled`
 
     def is_orphan(self) -> bool:
         """Return True if the torchrun that started this process has died."""
         return self.launcher is not None and os.getppid() != self.launcher
 
     def compiled(self, model: torch.nn.Module, on: bool | None):
-        """Return the model for training, compiled if `on`; None: on GPUs only."""
+        """Return the model for training, compiled if `on`; None: on GPUs only.
+
+        Compiles a model with `blocks` in place. Call it before DDP and FSDP wrap the model.
+        """
+        self.compiles = self.device.type == 'cuda' if on is None else on
         if self.device.type == 'cuda' or on:
             from common import gpu
             gpu.set_compiler_options()  # FlexAttention is always compiled
-            return model if on is False else torch.compile(model)
-        return model
+        return gpu.compile_model(model) if self.compiles else model
+
+    def eager(self) -> AbstractContextManager:
+        """Return a context in which compiled models run eagerly, for inputs of changing shapes."""
+        return torch.compiler.set_stance('force_eager') if self.compiles else nullcontext()
 
     def peak_flops(self) -> float | None:
         """Return the GPU's peak FLOP/s, or None if unknown."""

@@ -38,8 +38,25 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.sizes.pop(address)
 
 
+class FusedCrossEntropy(torch.autograd.Function):
+    """The memory of a compiled loss: it keeps the logits (N, V) and writes their gradient."""
+
+    @staticmethod
+    def forward(ctx, logits, reduction):
+        ctx.save_for_backward(logits)
+        return logits.new_empty(() if reduction == 'sum' else len(logits))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(ctx.saved_tensors[0]), None
+
+
 class EmulateGPU(DeviceContext):  # a DeviceContext, the only mode that checkpointing re-enters in the backward pass
-    """torch.device('meta'), with matrix products in `dtype`, like autocast, and fused attention."""
+    """torch.device('meta'), with matrix products in `dtype`, like autocast.
+
+    Attention and cross-entropy are fused, and casts of logits to fp32 take no memory: the compiler
+    fuses them with what reads them.
+    """
 
     def __init__(self, dtype: torch.dtype):
         super().__init__(torch.device('meta'))
@@ -50,6 +67,10 @@ class EmulateGPU(DeviceContext):  # a DeviceContext, the only mode that checkpoi
             return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
         if function is F.scaled_dot_product_attention:
             return torch.ops.aten._scaled_dot_product_flash_attention(*map(cast, args[:3]))[0]
+        if function is torch.Tensor.to and args[0].dtype == self.dtype and torch.float32 in args:
+            return args[0]
+        if function is F.cross_entropy:
+            return FusedCrossEntropy.apply(args[0], kwargs['reduction'])
         return super().__torch_function__(function, types, tree_map(cast, args) if function in PRODUCTS else args,
                                           kwargs)
 

@@ -64,7 +64,8 @@ def wrap_ddp(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.de
     """Wrap the compiled model in DistributedDataParallel if each process has a copy."""
     if world() == 1 or is_sharded(model):
         return compiled
-    return torch.nn.parallel.DistributedDataParallel(compiled, device_ids=[device] if device.type == 'cuda' else None)
+    return torch.nn.parallel.DistributedDataParallel(compiled, device_ids=[device] if device.type == 'cuda' else None,
+                                                     gradient_as_bucket_view=True)  # else 4 bytes per weight more
 
 
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:

@@ -5,6 +5,17 @@ import sys
 
 from attn_kernels import digest
 
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:  # no Triton for this platform
+    triton = tl = constexpr = None
+    jit = lambda kernel: kernel
+
+KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
+
 
 def pinned(model, fast):
     """Return `fast`, a module of this folder, if it may replace the model's equations, else None.

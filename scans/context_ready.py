@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 import attn_kernels
 
-PIN = '8246d02046aca551'
+PIN = '5e54dea2652f2992'
 
 
 def implements(model_file):

@@ -34,10 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-import attn_kernels
-from attn_kernels import constexpr, jit, outside_graphs, tl, triton
+import scans
+from attn_kernels import outside_graphs
+from scans import constexpr, jit, tl, triton
 
-PIN = '9a8d5aa80e70ac24'
+PIN = '1df45c0ba63389b0'
 KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 
 
@@ -50,7 +51,7 @@ def implements(model_file):
 
 def runs_on(device):
     """Return True on a GPU with Triton, and on a CPU with a C compiler."""
-    if device.type == 'cuda' and triton is not None or attn_kernels.KERNELS_ON_CPU:
+    if device.type == 'cuda' and triton is not None or scans.KERNELS_ON_CPU:
         return True
     return _compiles_c(device.type)
 
@@ -807,7 +808,7 @@ class CSteps:
 # ---- the operator over a window: a custom op, so that the compiler sees no loop ----
 
 def uses_c(device):
-    return device.type == 'cpu' and not attn_kernels.KERNELS_ON_CPU
+    return device.type == 'cpu' and not scans.KERNELS_ON_CPU
 
 
 @functools.cache

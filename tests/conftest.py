@@ -27,14 +27,15 @@ torch.set_num_threads(1)
 
 if not torch.cuda.is_available():  # tests of the kernels then use Triton's interpreter
     os.environ['TRITON_INTERPRET'] = '1'
-import attn_kernels
-import scans.gpn  # noqa: F401  defines its kernels for the interpreter
+import scans
+import scans.attention  # noqa: F401  define their kernels for the interpreter
+import scans.gpn  # noqa: F401
 from common import runs
 from data.tokenizers import load_tokenizer
 from data.writing import write_data
 
 os.environ.pop('TRITON_INTERPRET', None)
-attn_kernels.KERNELS_ON_CPU = False
+scans.KERNELS_ON_CPU = False
 
 TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_size=4', '--warmup_tokens=256',
         '--learning_rate=1e-2', '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5',
@@ -61,7 +62,7 @@ def kernels_device(monkeypatch):
     if torch.cuda.is_available():
         return 'cuda'
     monkeypatch.setenv('TRITON_INTERPRET', '1')
-    monkeypatch.setattr(attn_kernels, 'KERNELS_ON_CPU', True)
+    monkeypatch.setattr(scans, 'KERNELS_ON_CPU', True)
     return 'cpu'
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import attn_kernels as K
+import scans
+from scans import attention as K
 
 TYPES = {torch.bfloat16: '*bf16', torch.float16: '*fp16', torch.float32: '*fp32', torch.float64: '*fp64',
          torch.int64: '*i64', int: 'i32', float: 'fp32'}
@@ -48,11 +49,12 @@ def compile_once(done, kernel, args, words=(), **options):
     if key in done:
         return
     done.add(key)
-    source = K.triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    built = K.triton.compile(source, target=K.triton.backends.compiler.GPUTarget('cuda', 90, 32), options=options)
+    source = scans.triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    target = scans.triton.backends.compiler.GPUTarget('cuda', 90, 32)
+    built = scans.triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         Path(file.name).write_bytes(built.asm['cubin'])
-        cuobjdump = Path(K.triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+        cuobjdump = Path(scans.triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
         usage = subprocess.run([cuobjdump, '-res-usage', file.name], capture_output=True, text=True).stdout
     dtype = next(x.dtype for x in args if isinstance(x, torch.Tensor))
     print(kernel.__name__, dtype, *words, re.search(r'REG:(\d+)', usage)[1], re.search(r'STACK:(\d+)', usage)[1],
@@ -81,7 +83,7 @@ def attention():
 
 def gpn():
     """Compile the GPN kernels at the sizes in the paper."""
-    K.KERNELS_ON_CPU = True
+    scans.KERNELS_ON_CPU = True
     from scans import gpn as scan
     done, B, S, L = set(), 2, 2, 2
     scan._launch = lambda kernel, grid, warps, *args: compile_once(done, kernel, args, num_warps=warps, num_stages=1)

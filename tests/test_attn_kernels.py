@@ -1,4 +1,7 @@
 """Values and gradients of attn_kernels.py against float64, and edited attention patterns."""
+import copy
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,6 +9,7 @@ from conftest import dense_attention, run_subprocess, succeeded
 from test_models import make, some_tokens
 
 import attn_kernels as K
+import model_nextlat
 import model_sps
 import model_standard
 
@@ -13,11 +17,11 @@ SINGLE = dict(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=No
 
 
 def pattern(method=None, **values):
-    """Return `sees` of model_standard, or of model_sps with a method."""
+    """Return a model_standard, or a model_sps with a method, for its `sees`."""
     module = model_sps if method else model_standard
     if method:
         values = dict(method=method, window=None if method == 'two_x_memory' else 64) | values
-    return module.Model(module.Config(**SINGLE | values)).sees
+    return module.Model(module.Config(**SINGLE | values))
 
 
 def documents(kind, B, T):
@@ -56,6 +60,8 @@ def assert_close(got, want, tolerance):
 
 
 X, RHO, BOTH = (0,), (1,), (0, 1)
+BLOCK_LISTS = [f'{full}{name}' for full in ('', 'full_') for name in (
+    'kv_num_blocks', 'kv_indices', 'q_num_blocks', 'q_indices')]
 LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  # heads: of q, of k, size
     (None, {}, 1, None, X, (2, 2, 16)), (None, {}, 300, 'edges', X, (2, 2, 70)), (None, {}, 1100, None, X, (2, 1, 16)),
     (None, dict(window=0), 129, 'many', X, (2, 2, 48)), (None, dict(window=64), 300, 'edges', X, (6, 2, 64)),
@@ -74,16 +80,17 @@ def test_attention_equals_dense_masked_attention(method, values, T, kind, querie
     from torch.nn.attention.flex_attention import flex_attention
     torch.manual_seed(0)
     (H, HK, D), keys = heads, BOTH if method else X
-    sees, doc_start = pattern(method, **values), documents(kind, 2, T)
+    model, doc_start = pattern(method, **values), documents(kind, 2, T)
+    model.config.n_head, model.config.n_kv_head, model.config.head_size = heads
     q, k, v = (torch.randn(2, len(streams) * T, n, D) for streams, n in ((queries, H), (keys, HK), (keys, HK)))
-    seen = dense_mask(sees, T, doc_start, keys, queries)
-    mask = K.make_mask(sees, T, D, device, None if doc_start is None else doc_start.to(device), keys, queries)
+    seen = dense_mask(model.sees, T, doc_start, keys, queries)
+    mask = K.make_mask(model, T, device, None if doc_start is None else doc_start.to(device), keys, queries)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 1e-2)):
         rounded = [x.to(dtype) for x in (q, k, v)]
         want = gradients(lambda q, k, v: dense_attention(q, k, v, seen), *(x.double() for x in rounded))
         got = gradients(lambda q, k, v: K.attention(q, k, v, mask), *(x.to(device) for x in rounded))
         assert_close([x.cpu() for x in got], want, tolerance)
-    block_mask = K.make_block_mask(sees, T, 'cpu', doc_start, keys, queries)
+    block_mask = K.make_block_mask(model.sees, T, 'cpu', doc_start, keys, queries)
     got = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=H != HK)
     want = dense_attention(*(x.double() for x in (q, k, v)), seen)
     assert_close([got.transpose(1, 2)], [want], 1e-5)
@@ -91,12 +98,32 @@ def test_attention_equals_dense_masked_attention(method, values, T, kind, querie
 
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps', 'two_x_memory'])
 def test_flex_attention_visits_at_most_15_percent_more_pairs_than_needed(method):
-    T, sees = 4096, pattern(method)
+    T, sees = 4096, pattern(method).sees
     blocks = K.make_block_mask(sees, T, 'cpu', None, BOTH, BOTH)
     visited = (blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()).item() * 128 ** 2
     needed = K._whole_mask(sees, T, None, BOTH, BOTH, 'cpu').sum().item()
     print(f'{method}: {visited / 1e6:.1f}M pairs visited, {needed / 1e6:.1f}M needed: {visited / needed:.3f}')
     assert visited <= 1.15 * needed
+
+
+@pytest.mark.parametrize('T', [129, 300, 1000])
+@pytest.mark.parametrize('method, values, queries', [
+    (None, {}, X), (None, dict(window=64), X), ('sps', {}, BOTH), ('sps', dict(window=0), RHO),
+    ('sps', dict(persistent_window=5), X), ('delayed_state', {}, RHO), ('two_x_memory', {}, BOTH)])
+def test_block_masks_equal_those_of_pytorch(method, values, queries, T):
+    """All eight tensors, to the end of each list, for unedited and edited patterns."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    model, keys = pattern(method, **values), BOTH if method else X
+    every_third = lambda q, k: model.sees(q, k) & ((q.pos - k.pos) % 3 == 0)
+    with_sinks = functools.partial(sinks(type(model).sees), model)
+    for sees in (model.sees, every_third, with_sinks):
+        for kind in (None, 'edges', 'many'):
+            got = K.make_block_mask(sees, T, 'cpu', documents(kind, 2, T), keys, queries)
+            B = 1 if kind is None else 2
+            want = create_block_mask(got.mask_mod, B, None, len(queries) * T, len(keys) * T, 'cpu')
+            for name in BLOCK_LISTS:
+                a, b = getattr(got, name), getattr(want, name)
+                assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride(), (name, kind)
 
 
 # ---- edited patterns: only `sees` changes ----
@@ -132,6 +159,18 @@ def test_editing_sees_changes_training_and_decoding(variant, edit, monkeypatch, 
     got = torch.cat([model.extend(run, cache, all_positions=True) for run in runs], 1)[..., :60]
     assert (got - want).abs().max() < 1e-4
     assert capsys.readouterr().err == ''
+
+
+def test_masks_without_documents_are_kept_until_the_pattern_changes():
+    model, T = pattern(), 40
+    first = K.make_mask(model, T, 'cpu')
+    assert first.kind == 'causal' and K.make_mask(model, T, 'cpu') is first
+    model.reach = 3
+    assert K.make_mask(model, T, 'cpu').kind == 'tiles'
+    model.reach = 2 ** 30
+    model.sees = lambda q, k: (k.pos <= q.pos) & (k.pos != 5)
+    assert K.make_mask(model, T, 'cpu').kind == 'tiles'
+    assert K.make_mask(pattern('sps'), T, 'cpu', keys=BOTH).kind == 'tiles'
 
 
 @pytest.mark.parametrize('window, slots', [(None, 100), (0, 4), (5, 9), (200, 100)])
@@ -191,6 +230,43 @@ def test_bf16_loss_computes_log_sum_exp_in_fp32(device):
     with torch.autocast(device, torch.bfloat16):
         got, = K.chunked_loss(model._nll, (hidden, targets), model.parameters(), 50304)
     assert abs(got - want) / 512 < 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, n_ids', [('cross_entropy', None), ('cross_entropy', 300), ('nextlat', 300)])
+def test_a_compiled_loss_equals_eager_and_compiles_once(name, n_ids, device):
+    """Chunks of all lengths, ignored targets; a second compilation without gradients."""
+    from torch._dynamo.utils import counters
+    torch.compiler.reset()
+    counters.clear()
+    V, C, d = 320, 16, 2
+    if name == 'nextlat':
+        module = model_nextlat.Losses(model_nextlat.Config(
+            n_layer=1, n_head=1, n_embd=C, horizon=d, vocab_size=V, n_ids=n_ids or V, pad_rows_in_loss=n_ids is None,
+            stop_target=False))
+    else:
+        module, d = K.CrossEntropy(V, n_ids), 0
+    compiled = copy.deepcopy(module)
+    compiled.compile(dynamic=module.dynamic)
+    for N, dtype, tolerance in ((769, torch.float32, 1e-6), (101, torch.float32, 1e-6), (769, torch.bfloat16, 2 ** -8)):
+        torch.manual_seed(N)
+        logits, h = (3 * torch.randn(1 + d, N, V, device=device)).to(dtype), torch.randn(1 + d, N, C, device=device)
+        weights, targets = torch.rand(N, 1 + d, device=device), torch.randint(-1, 300, (N,), device=device)
+
+        def run(module, *inputs):
+            if not d:
+                return module(inputs[0], targets).view(1)
+            (logits, *further), (h, *predicted) = inputs[:1 + d], inputs[1 + d:]
+            parts = 'next_hidden', 'kl', 'ce'
+            return torch.stack(module(parts, targets, weights, weights, h, predicted, logits, further))
+        results, inputs = [], (*logits, *h) if d else logits[:1]
+        for side in (module, compiled):
+            with torch.no_grad():
+                without = run(side, *inputs)
+            results.append([*gradients(functools.partial(run, side), *inputs), without])
+        for want, got in zip(*results):
+            assert (got.double() - want.double()).abs().max() <= tolerance * want.double().abs().max()
+    assert counters['stats']['unique_graphs'] == 4  # two for each dtype
 
 
 @pytest.mark.slow

@@ -335,9 +335,10 @@ def test_a_converted_model_has_the_logits_of_its_source(variant, block):
 @pytest.mark.slow
 def test_compiled_unrolls_end_when_attention_is_in_the_graph(monkeypatch):
     """Compiled code runs a generator to its end, but the generator of unrolls is infinite."""
-    def dense_mask(sees, T, head_size, device, doc_start):
-        return attn_kernels.Mask('dense', attn_kernels._whole_mask(sees, T, doc_start, (0,), (0,), device))
-    monkeypatch.setattr(model_context_ready, 'make_mask', attn_kernels.outside_graphs(dense_mask))
+    def make_mask(model, T, device, doc_start):
+        seen = attn_kernels._whole_mask(model.sees, T, doc_start, (0,), (0,), device)
+        return attn_kernels.dense_mask(seen, model.config)
+    monkeypatch.setattr(model_context_ready, 'make_mask', attn_kernels.outside_graphs(make_mask))
     model, idx = make(K=3).train(), tokens()
     want = model(idx, idx)['loss']
     torch._dynamo.reset()

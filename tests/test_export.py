@@ -71,7 +71,7 @@ def assert_lm_eval_agrees(folder, model, own, ends=None):
 @pytest.mark.parametrize('name', MODELS)
 def test_every_architecture_runs_in_transformers(tmp_path, name):
     """Checks logits, padding on both sides, cached generation, beam search, and the loss."""
-    needs_gpu = {'attention': 'triton'} if name in ('standard', 'sps') else {}  # read as `auto` elsewhere
+    needs_gpu = {'attention': 'triton', 'head_size': 32} if name in ('standard', 'sps') else {}  # read as `auto`
     model, own = make_run(tmp_path / 'run', name, eos_id=256 if name == 'sps' else None, **needs_gpu)
     export.export_run(tmp_path / 'run', tmp_path / name, as_llama=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=name != 'standard')

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from conftest import random_model, saved_bytes
 from test_models import decode_in_pieces
 
-import attn_kernels
 import model_gpn as G
+import scans
 from scans import gpn as scan
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
-needs_triton = pytest.mark.skipif(attn_kernels.triton is None, reason='needs Triton')
+needs_triton = pytest.mark.skipif(scans.triton is None, reason='needs Triton')
 
 
 def make(**values):

@@ -313,15 +313,15 @@ def test_compiled_cuda_training_equals_eager_and_is_compiled_once(variant, monke
     torch.compiler.reset()  # forget compiled code of other tests
     counters.clear()
     model = make(variant, device).train()
-    compiled, graphs = machine.Machine(0, 1, torch.device(device)).compiled(model, True), []
+    compiled, graphs = machine.Machine(0, 1, torch.device(device)).compiled(copy.deepcopy(model), True), []
     for seed in range(3):
         idx = some_tokens(2, 64 if device == 'cuda' else 20, seed).to(device)
         results = []
         for called in (model, compiled):
             torch.manual_seed(0)  # BST draws pairs
-            model.zero_grad()
+            called.zero_grad()
             called(idx, idx)['loss'].backward()
-            results.append([p.grad.clone() for p in model.parameters()])
+            results.append([p.grad.clone() for p in called.parameters()])
         assert all(w.isfinite().all() for w in results[0]) and any(w.any() for w in results[0])
         assert all((got - w).abs().max() < 1e-4 * (1 + w.abs().max()) for w, got in zip(*results))
         graphs.append(counters['stats']['unique_graphs'])

@@ -8,11 +8,12 @@ from conftest import dense_attention, run_subprocess
 from kernel_resources import STREAMS, VARIANTS
 from test_attn_kernels import dense_mask, gradients
 
-import attn_kernels as K
 import model_sps
+import scans
 from common import runs
+from scans import attention as K
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(K.triton is None, reason='needs Triton')]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(scans.triton is None, reason='needs Triton')]
 ALL = 2**30
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -74,7 +75,7 @@ def test_kernels_load_only_needed_tiles_and_mask_only_edges(streams, documents, 
     loaded = masked = 0
     NQ, NK, _ = STREAMS[streams]
     for block in seen.unflatten(2, (NK, T)).unflatten(1, (NQ, T)).transpose(2, 3).flatten(0, 2):
-        for result, (block_q, block_k, *_) in K.TRITON_TILES[32, 32].items():
+        for result, (block_q, block_k, *_) in K.TILES[32, 32].items():
             own, walked, oriented = (block_k, block_q, block.T) if result == 'dk, dv' else (block_q, block_k, block)
             least = least_tiles(oriented, own, walked)
             loaded, masked = loaded + least[0], masked + least[1]
@@ -108,15 +109,16 @@ def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values
 @pytest.mark.parametrize('name', ['standard', 'sps'])
 def test_kernels_reject_what_they_do_not_implement(name, monkeypatch):
     sees, cpu = runs.model_file(name).Model.sees, torch.device('cpu')
-    monkeypatch.setattr(K, 'KERNELS_ON_CPU', True)
-    K.check_triton(sees, 64, cpu)
+    monkeypatch.setattr(scans, 'KERNELS_ON_CPU', True)
+    K.check(sees, 64)
+    K.make_mask(8, cpu, None, [3])
     with pytest.raises(ValueError, match='head sizes .* not 48.*--attention=auto'):
-        K.check_triton(sees, 48, cpu)
+        K.check(sees, 48)
     with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
-        K.check_triton(lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0), 64, cpu)
-    monkeypatch.setattr(K, 'KERNELS_ON_CPU', False)
+        K.check(lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0), 64)
+    monkeypatch.setattr(scans, 'KERNELS_ON_CPU', False)
     with pytest.raises(ValueError, match='needs a GPU.*--attention=auto'):
-        K.check_triton(sees, 64, cpu)
+        K.make_mask(8, cpu, None, [3])
 
 
 @pytest.mark.parametrize('kernels, n_kernels, n_rows', [('attention', 3, 3 * len(VARIANTS)), ('gpn', 8, 31)])

@@ -19,6 +19,8 @@ import datetime
 import importlib.metadata
 import json
 import math
+import os
+import re
 import statistics
 import sys
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from typing import Literal
 import torch
 
 from common.benchmarks import local_records
-from common.files import UserError, add_path_to_errors, friendly_errors
+from common.files import UserError, add_path_to_errors, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
 from common.parallel import rank
 from common.runs import load_run, run_data
@@ -140,14 +142,20 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     model, results, versions = scorer.model, {}, {'torch': torch.__version__}
     if s.val:
         results['val'] = validation(model, record, s)
-    if 'lambada_first_token' in tasks:
-        results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
     lm_eval_tasks = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
-    if lm_eval_tasks:
-        from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
-        results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), lm_eval_tasks,
-                                          s.data_dir, s.limit))
-        versions['lm_eval'] = importlib.metadata.version('lm_eval')
+    try:
+        if 'lambada_first_token' in tasks:
+            results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
+        if lm_eval_tasks:
+            warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
+            from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
+            results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), lm_eval_tasks,
+                                              s.data_dir, s.limit))
+            versions['lm_eval'] = importlib.metadata.version('lm_eval')
+    except (OSError, ImportError) as error:  # ImportError: no support for a socks proxy
+        proxies = [name for name in os.environ if re.fullmatch('(all|https?)_proxy', name.lower())]
+        raise UserError(f'{", ".join([*tasks, *corpora])} could not be loaded ({type(error).__name__}: {error}); '
+                        + (f'check or unset {", ".join(proxies)}; ' if proxies else '') + 'offline, use --data_dir')
     for corpus in corpora:
         results[corpus]['nats_per_word'] = math.log(results[corpus]['word_perplexity'])
     if s.paper:
@@ -169,7 +177,7 @@ def append_line(folder, line: dict) -> None:
     """Append a line to eval.jsonl. Non-finite numbers become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open(Path(folder) / 'eval.jsonl', 'a') as file:
+    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open_lines(Path(folder) / 'eval.jsonl') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 
@@ -196,7 +204,7 @@ def chosen(s: Settings) -> tuple[list[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.files import ROOT, UserError, command, friendly_errors, locked, read_json, sha256, write_json
-from common.machine import usable_cores
+from common.machine import omp_threads, usable_cores
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT
 from data.sources import fitting_share, open_source, with_splits
@@ -48,7 +48,7 @@ class Settings:
     config: str | None = None  # dataset configuration; None: the only one. FineWeb-Edu: sample-350BT
     split: str = 'train'  # dataset split to read; train and val are both taken from it
     text_field: str = 'text'  # record field with the document's text
-    id_field: str | None = 'id'  # record field hashed to pick train or val; None or .txt: the text is hashed
+    id_field: str | None = 'id'  # record field hashed to pick train or val; None, .txt or records without id: the text
     split_lines: bool = False  # treat each line of a .txt file as a document, not the whole file
     split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>
     tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder of GPT-2's files
@@ -85,10 +85,12 @@ def encode(batch: list[tuple | None]) -> list[tuple | None]:
 def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecutor]:
     """Start the processes that run `encode`. Call it before the source starts threads."""
     method = 'fork' if sys.platform == 'linux' else 'spawn'  # forked workers need not repeat the imports
-    workers = s.workers or int(os.environ.get('OMP_NUM_THREADS') or usable_cores())
+    workers = s.workers or omp_threads() or usable_cores()
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
     try:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for workers that are just starting
         pool.submit(os.getpid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield pool
     except BrokenProcessPool:
         raise UserError('a worker process was killed, perhaps for lack of memory: rerun with fewer --workers')
@@ -224,7 +226,7 @@ def training_command(folder: Path, splits: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, positional, given = load_settings(Settings, argv)
         if len(positional) > 1:
             raise UserError(f'expected one source, got {len(positional)}: {" ".join(positional)}. To match several '

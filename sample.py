@@ -143,7 +143,7 @@ def write_texts(s: Settings, model, tokenizer, record: dict, texts: list[str], d
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, positional, _ = load_settings(Settings, argv)
         if not positional:
             raise UserError('no run given. Usage: python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')

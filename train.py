@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 
 from common import checkpoint, parallel, run_settings, runs
-from common.files import UserError, command, friendly_errors
+from common.files import UserError, add_path_to_errors, command, friendly_errors, write_file
 from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import counted, validation_loss
@@ -234,7 +234,9 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
     """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
     torch.manual_seed(s.seed)
-    model = runs.model_file(s.model).Model(config).to(machine.device)
+    with runs.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
+        model = runs.model_file(s.model).Model(config).to(machine.device)
+        model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     run_settings.describe(s, model, data)
     if s.init_from:
         from common.continuing import load_initial_weights
@@ -255,25 +257,31 @@ class Records:
         self.s, self.log, self.wandb = s, None, None
         if machine.rank > 0:
             return
+        id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
+        if s.wandb_project:  # before the run folder is written, because it may fail
+            known = id_file.read_text() if s.resume and id_file.exists() else None
+            try:
+                import wandb
+                self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, id=known, resume='allow',
+                                        config={**asdict(s), **asdict(config)}, allow_val_change=True)
+            except Exception as error:  # not installed, no key, no network
+                raise UserError(f'wandb could not start ({type(error).__name__}: {error}): pip install wandb, run '
+                                '`wandb login`, or leave out wandb_project')
         if not s.resume:
             runs.start_run(s, config, data, machine)
         if runs.extension_starts(s):
             from common.continuing import copy_log
             copy_log(s.extend, s.out_dir, step)
         self.log = runs.open_log(s.out_dir, step)
-        if s.wandb_project:
-            import wandb
-            id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
-            self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, config={**asdict(s), **asdict(config)},
-                                    id=id_file.read_text() if id_file.exists() else None, resume='allow',
-                                    allow_val_change=True)
-            id_file.write_text(self.wandb.id)
+        if self.wandb:
+            write_file(id_file, self.wandb.id.encode())
 
     def write(self, line: dict) -> None:
         """Append a line to the log, without non-finite values, which JSON cannot represent."""
         line = {name: value for name, value in line.items() if math.isfinite(value)}
         if self.log:
-            self.log.write(json.dumps(line) + '\n')
+            with add_path_to_errors(self.log.name):
+                self.log.write(json.dumps(line) + '\n')
         if self.wandb:
             self.wandb.log(line, step=line['step'])
 
@@ -332,6 +340,7 @@ def train(s, config, data, record, machine, argv):
     if machine.compiles:
         print('The first step and the first validation compile the model, which takes a minute or so.', flush=True)
 
+    progress(f'step {step}/{n_steps}')
     with catch_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < n_steps and not stopping:
@@ -398,7 +407,7 @@ def print_sample(s, model, data, machine):
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         argv = sys.argv[1:] if argv is None else argv
         s, given, record = run_settings.read_settings(Settings, argv)
         machine = start_processes(s)
@@ -414,7 +423,7 @@ def main(argv: list[str] | None = None) -> None:
                         if has_data(s.data):
                             raise
                         from common.dry_run import assumed_data
-                        raise UserError(f'{error}. To build it: {assumed_data(s, record).command}')
+                        raise UserError(f'{error}{assumed_data(s, record).hint}')
                 if s.verify:
                     data.verify()
                 config = run_settings.model_config(s, given, data, record)

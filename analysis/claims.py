@@ -277,7 +277,7 @@ def measured_rows(claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str,
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'unexpected {positional[0]!r}: python -m analysis.claims --out_dir=NEW')

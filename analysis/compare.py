@@ -230,7 +230,7 @@ def loss_table(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, arguments, _ = load_settings(Settings, argv)
         methods, out = read_methods(s, arguments), Path(s.out_dir)
         out.mkdir(parents=True, exist_ok=True)

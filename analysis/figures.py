@@ -1,7 +1,7 @@
 """Shared code of the figures and tables: reading and grouping runs, statistics, plots."""
 import csv
+import io
 import itertools
-import json
 import os
 import random
 import statistics
@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.continuing import MAY_CHANGE
-from common.files import UserError, command, friendly_errors, warn_once
+from common.files import UserError, command, friendly_errors, is_number, printable, read_lines, warn_once, write_file
 from common.machine import Device, pick_device, pick_dtype
 from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
@@ -49,7 +48,7 @@ def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> Iterator
 
     usage: module name and arguments, shown if no run is given.
     """
-    with friendly_errors():
+    with friendly_errors(argv):
         s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError(f'which runs? python -m analysis.{usage}')
@@ -71,7 +70,7 @@ def autocast(dtype: str, device: torch.device):
 def model_name(record: dict) -> str:
     """Return the method of a run, or its model if it has none. record: the run's config.json."""
     model = str(record['model'])
-    method = record['model_config'].get('method', model)
+    method = str(record['model_config'].get('method', model))
     return method if model in ('sps', method) else f'{model} {method}'  # such as a fork of model_sps
 
 
@@ -111,14 +110,17 @@ def evaluations(path: Path) -> dict[str, float]:
 
     Options that affect the score are appended to the key, and the step if training was unfinished.
     """
+    def is_whole(record):
+        parts = record.get('settings', {}), *record['results'].values()
+        return (all(isinstance(part, dict) for part in parts) and is_number(record.get('step', 0))
+                and is_number(record.get('of_steps') or 0))
     found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        record = json.loads(line)
+    for record in read_lines(path, is_whole):
         affecting = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
                    if key in affecting and value is not None]
-        if record.get('of_steps') and record['step'] < record['of_steps']:
-            options.append(f'step={record["step"]}')
+        if record.get('step', 0) < (record.get('of_steps') or 0):
+            options.append(f'step={record.get("step", 0)}')
         for task, metrics in record['results'].items():
             if task != 'speculative':  # speculative.csv has these
                 found |= {' '.join([task, metric, *options]): value for metric, value in metrics.items()
@@ -218,7 +220,7 @@ def group(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, list[st
         longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
         if len(set(longer)) > len(set(parts)):
             parts = longer
-    labels = [', '.join(part) or config['model'] for part, config in zip(parts, configs)]
+    labels = [printable(', '.join(part) or config['model']) for part, config in zip(parts, configs)]
     if len(set(labels)) < len(labels):  # different values may look the same when shortened
         labels = [f'{label}, {runs_of_label[0]}' for label, runs_of_label in zip(labels, folders)]
     return dict(zip(labels, folders))
@@ -247,7 +249,7 @@ def map_readable(items: Iterable, function: Callable) -> dict:
     if not found:
         raise errors[0]
     for error in errors:
-        print(f'left out: {error}', file=sys.stderr)
+        warn_once(f'left out: {error}')
     return found
 
 
@@ -273,7 +275,7 @@ def one_per_seed(runs: list[str], value_of: Callable) -> dict:
     seeds = {}
 
     def checked_value(run):
-        value, seed = value_of(run), read_run(run)['settings']['seed']
+        value, seed = value_of(run), read_run(run)['settings'].get('seed')
         if seed in seeds:
             raise UserError(f'{run} duplicates {seeds[seed]}: all settings are equal, including the seed ({seed})')
         seeds[seed] = run
@@ -419,10 +421,11 @@ def read_csv(path) -> list[dict[str, str]]:
 
 def write_csv(path, rows: list[dict]) -> None:
     """Write rows (dicts with the same keys) as a CSV file with a header."""
-    with open(path, 'w', newline='', errors='replace') as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue().encode(errors='replace'))
 
 
 def new_figure(title: str, *args, figsize, **kwargs) -> tuple:
@@ -481,11 +484,6 @@ def write_figure(out: str | None, runs: list[str], name: str, rows: list[dict], 
     write_csv(f'{path}.csv', rows)
     figure.savefig(f'{path}.png', dpi=150)
     print(f'written to {path}.png and {path}.csv')
-
-
-def is_number(value) -> bool:
-    """Return True for a finite number."""
-    return isinstance(value, (int, float)) and isfinite(value)
 
 
 def smoothed(values, length: int):

@@ -221,12 +221,12 @@ def plot(rows: list[dict]):
             points = [row for row in own if row['stream'] == stream and row['smoothed'] != '']
             if points:
                 k, style = [row['k'] for row in points], style | {'linestyle': line}
-                axes.plot(k, [row['ratio'] for row in points], alpha=0.3, linewidth=0.8, **style)
-                axes.plot(k, [row['smoothed'] for row in points], linewidth=2, label=f'{label}, {stream}', **style)
+                axes.plot(k, [row['ratio'] for row in points], linewidth=1.5, label=f'{label}, {stream}', **style)
+                axes.plot(k, [row['smoothed'] for row in points], alpha=0.4, linewidth=0.8, **style)
     axes.set(xlabel='distance k from the position to the loss, tokens', yscale='log',
              ylabel='gradient norm / gradient norm at k = 0')
     figures.number_log_axis(axes.yaxis, *axes.get_ylim())
-    figure.legend(loc='outside right center', title='Thick: smoothed\nx: input stream\nrho: prediction stream')
+    figure.legend(loc='outside right center', title='Faint: smoothed\nx: input stream\nrho: prediction stream')
     return figure
 
 

@@ -51,7 +51,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
     for i, row in enumerate(groups):
         values, color = losses[row['label']], f'C{i % 10}'
         axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=color, alpha=0.6)
-        half = 0 if row['low'] is None else row['high'] - row['mean']
+        half = None if row['low'] is None else row['high'] - row['mean']
         axes.errorbar(i, row['mean'], half, fmt='D', markersize=5, capsize=6, color=color)
     axes.set_xticks(range(len(groups)), [row['label'].replace(', ', '\n') for row in groups])
     axes.set(xlim=(-0.6, len(groups) - 0.4), xlabel='configuration', ylabel='final validation loss, nats per token')

@@ -224,7 +224,7 @@ def plot(rows: list[dict], path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'unexpected {positional[0]!r}: python -m analysis.shootout --data=FOLDER --out_dir=NEW')

@@ -35,9 +35,11 @@ def plot(lines: dict[str, list[dict]]):
     windows = sorted({p['window'] for points in swept for p in points})
     figure, axes = figures.new_figure('Final validation loss by attention window', figsize=(8, 4.5))
     for label, points, style in figures.styled(lines):
-        x = [windows.index(p['window']) for p in points] if points in swept else [-0.5, len(windows) - 0.5]
-        points = points * (len(x) // len(points))  # a single window: a horizontal line
-        figures.draw_band(axes, x, points, label=label, **style)
+        if points in swept:
+            figures.draw_band(axes, [windows.index(p['window']) for p in points], points, label=label, **style)
+        else:  # a single window: a horizontal line
+            axes.axhspan(points[0]['lowest'], points[0]['highest'], alpha=0.2, color=style['color'], linewidth=0)
+            axes.axhline(points[0]['mean'], label=label, **style)
     axes.set_xticks(range(len(windows)), map(window_name, windows))
     axes.set(xlabel='attention window w, tokens', ylabel='final validation loss, nats per token')
     figure.legend(loc='outside right center', title=figures.BAND)

@@ -194,7 +194,7 @@ def measure(argv: list[str] | None, settings: type = Settings, prefix: str = '',
 
     prefix: what the name of the file with the results starts with.
     """
-    with friendly_errors():
+    with friendly_errors(argv):
         s, names, _ = load_settings(settings, argv)
         name, *others = names or measurements
         if name not in measurements or (names and others):

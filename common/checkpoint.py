@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, sha256, sync, warn_once, write_json
+from common.files import UserError, is_number, remove, sha256, sync, warn_once, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
 
@@ -103,9 +104,9 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
     temporary = ckpt / f'.writing_{step:08d}'
     try:
         if parallel.rank() == 0:
-            for leftover in ckpt.glob('.writing_*'):  # from runs that were killed
-                shutil.rmtree(leftover)
-            temporary.mkdir(parents=True)
+            ckpt.mkdir(exist_ok=True)  # not the run folder, which may have been moved
+            remove_old(ckpt.glob('.writing_*'))  # from runs that were killed
+            temporary.mkdir()
             write_json(temporary / 'state.json', state)
         if is_sharded:
             from common.sharding import save_shards
@@ -119,14 +120,18 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict, is_sharded: b
             publish(temporary, ckpt / f'step_{step:08d}')
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if not Path(folder).is_dir():
+            raise UserError(f'{folder} was moved or removed during training, so the checkpoint of step {step} was not '
+                            'saved: continue from the one before, with --resume and the new --out_dir')
         raise UserError(f'the checkpoint of step {step} could not be written to {ckpt}: {error}. Earlier checkpoints '
-                        'are intact: free some disk space, then continue with --resume')
+                        'are intact: if the disk is full, free some disk space; then continue with --resume')
 
 
 def recovery_advice(folder) -> str:
     """Return advice for a run that diverged, with the name of its newest checkpoint."""
-    return (f'The last good checkpoint is {next(iter(checkpoints(folder)), "none")}: start a new run with a lower '
-            f'learning_rate or more warmup_tokens, from scratch or from these weights with --init_from={folder}')
+    newest = next(iter(checkpoints(folder)), None)
+    return (f'The last good checkpoint is {newest or "none"}: start a new run with a lower learning_rate or more '
+            'warmup_tokens' + (f', from scratch or from these weights with --init_from={folder}' if newest else ''))
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -135,11 +140,11 @@ def publish(temporary: Path, final: Path) -> None:
     names = sorted(path.name for path in temporary.iterdir())
     (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
     for path in temporary.iterdir():
-        path.chmod(mode)  # safetensors creates files that only their owner can read
+        with suppress(OSError):  # some file systems have no modes
+            path.chmod(mode)  # safetensors creates files that only their owner can read
         sync(path)
     sync(temporary)
-    if final.exists():  # a damaged checkpoint that the resumed run skipped
-        shutil.rmtree(final)
+    remove(final)  # a damaged checkpoint that the resumed run skipped
     os.replace(temporary, final)
     sync(final.parent)
 
@@ -150,9 +155,16 @@ def remove_older(folder, step: int, keep: int, always: int | None) -> None:
     Checkpoints after `step` are damaged: this run resumed from an earlier one.
     """
     kept = [path for path in checkpoints(folder, step) if step_of(path) != always][:keep]
-    for path in checkpoints(folder):
-        if path not in kept and step_of(path) != always:
-            shutil.rmtree(path)
+    remove_old(path for path in checkpoints(folder) if path not in kept and step_of(path) != always)
+
+
+def remove_old(paths) -> None:
+    """Delete folders. Warns about those that cannot be deleted now: the next save tries again."""
+    for path in paths:
+        try:
+            remove(path)
+        except OSError as error:  # for example on NFS, while another machine reads it
+            warn_once(f'{path} could not be removed ({error}); the next save tries again')
 
 
 # ---- reading ----
@@ -180,7 +192,7 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None, mod
             found = read_checkpoint(path, moments, model, folder)
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as caught:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as caught:
             error = str(caught)
         if model is not None:
             error = parallel.first_not_none(error)
@@ -223,4 +235,7 @@ def read_state(path: Path, files) -> dict:
     for name in ('state.json', *files):
         if sha256(path / name) != sums[name]:
             raise ValueError(f'{name} does not match its checksum')
-    return json.loads((path / 'state.json').read_text())
+    state = {'seconds': 0.0} | json.loads((path / 'state.json').read_text())
+    if type(state['step']) is not int or state['step'] != step_of(path) or not is_number(state['seconds']):
+        raise ValueError(f'state.json is {state}')
+    return state

@@ -11,7 +11,7 @@ import torch
 
 from common import checkpoint, runs
 from common.files import UserError, write_file
-from common.settings import make_settings
+from common.settings import make_settings, options_of
 
 MAY_CHANGE = {  # on --resume; the last line lists model settings that only affect memory and speed
     'resume', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
@@ -25,10 +25,9 @@ MAY_CHANGE = {  # on --resume; the last line lists model settings that only affe
 
 def add_model_option(argv: list[str]) -> list[str]:
     """Add --model of the run to continue to argv, unless argv names a model or a config file."""
-    options = dict(arg[2:].partition('=')[::2] for arg in argv if arg.startswith('--'))
-    options = {name: value for name, value in options.items() if value not in ('None', 'False', 'false')}
+    options = {name: value for name, value in options_of(argv).items() if value not in ('None', 'False', 'false')}
     source = options.get('out_dir') if 'resume' in options else options.get('extend') or options.get('init_from')
-    if source and 'model' not in options and all(arg.startswith('-') for arg in argv):
+    if source and source is not True and 'model' not in options and all(arg.startswith('-') for arg in argv):
         return [*argv, f'--model={runs.read_run(source)["model"]}']
     return argv
 

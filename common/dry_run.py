@@ -2,7 +2,9 @@
 import bisect
 import functools
 import math
-import os
+import re
+from os.path import relpath
+from pathlib import Path
 from types import SimpleNamespace
 
 from common import runs
@@ -19,7 +21,7 @@ def dry_run(s, given: dict, record, machine) -> None:
     data = open_data(s.data) if has_data(s.data) else assumed_data(s, record)
     if not has_data(s.data):
         print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
-              f'enough text. To build it:\n  {data.command}')
+              f'enough text{data.hint}')
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
     check_settings(s, data, n_processes)
@@ -31,19 +33,23 @@ def dry_run(s, given: dict, record, machine) -> None:
 def assumed_data(s, record) -> SimpleNamespace:
     """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
 
-    Its field `command` prepares the data: the config's make_data if it names that folder, else
-    FineWeb-Edu's.
+    Its field `hint` says how to build the data that a config names, or a dataset of the hub.
     """
     record = record or (runs.read_run(s.init_from) if s.init_from else {})
     like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
             'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **record.get('data', {})}
     tokenizer = [] if like['tokenizer'] == 'gpt2' else [f'--tokenizer={like["tokenizer"]}']
-    n_tokens = f'{1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # 5% more, for validation
-    make = command('prepare_fineweb.py', f'--out_dir={s.data}', *tokenizer, f'--max_tokens={n_tokens}')
+    max_tokens = f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # 5% more, for validation
+    hint = ''
     if s.make_data and s.data in s.make_data:
-        make = s.make_data.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
+        hint = f'. To build it: {s.make_data}'.replace('prepare_fineweb.py', relpath(ROOT / 'prepare_fineweb.py'))
+    elif s.data == type(s).data:
+        hint = '. To build it: ' + command('prepare_fineweb.py', *tokenizer, f'--out_dir={s.data}', max_tokens)
+    elif re.fullmatch(r'[\w.-]+/[\w.-]+', s.data):
+        hint = '. If it is a dataset on the Hugging Face hub: ' + command(
+            'prepare_fineweb.py', s.data, *tokenizer, f'--out_dir=data/built/{Path(s.data).name}', max_tokens)
     return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},
-                           n_windows=lambda split, T: 1, command=make)
+                           n_windows=lambda split, T: 1, hint=hint)
 
 
 def print_memory(s, model, n_processes: int) -> None:
@@ -72,7 +78,9 @@ def print_memory(s, model, n_processes: int) -> None:
     if s.memory is None:
         return
     room = 0.95 * s.memory * 2 ** 30  # 5% for the driver and fragmentation
-    largest = most if held + activations(most) <= room else bisect.bisect(range(1, most), room - held, key=activations)
+    print('searching for the largest micro_batch_size that fits, which takes a while for a large model', flush=True)
+    low, high = (n_rows, most) if needed <= room else (0, n_rows - 1)  # it is one of these or between them
+    largest = low + bisect.bisect(range(low + 1, high + 1), room - held, key=activations)
     advice = f'the largest micro_batch_size that fits is {largest}'
     if largest < 1:
         advice = 'no micro_batch_size fits: use a smaller block_size or model, or a checkpoint_ setting (--help)'

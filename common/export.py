@@ -18,6 +18,7 @@ import dataclasses
 import re
 import shlex
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from common.settings import load_settings
 from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vocab
 
 LINEAR = ',1e9,2e9,1'  # suffix of a rope_scaling that divides all frequencies by one factor
+ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 LLAMA_CODE = '4c69c26c24222418'  # digest of Block and Model in model_standard.py, which compute what a Llama does
 
@@ -138,7 +140,8 @@ def export_run(run, folder, as_llama: bool = True) -> None:
         save_with_code(record, c, tensors, n_rows, ends, folder)
     else:
         to_llama(c, tensors, n_rows, block_size, ends).save_pretrained(folder, max_shard_size='1TB')
-    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)  # safetensors makes it owner-only
+    with suppress(OSError):  # some file systems have no modes; safetensors makes files owner-only
+        (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)
     GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
     if (run / runs.CHAT_TEMPLATE).is_file():
@@ -196,25 +199,27 @@ def import_llama(folder, run, tokenizer: str | None = None, eos_token: str | Non
         own = load_tokenizer(path, eos_token=eos_token)
         if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
             raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
-        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
         bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
         c, n_rows, block_size = standard_config(folder, own)
         theirs = load_hf_model(folder)
         c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
         tensors = read_tensors(theirs, c, n_rows)
-    except UserError:
-        raise
-    except Exception as error:  # transformers and safetensors raise various errors for damaged files
-        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
-    ends = sorted({own.eos_id, *read_eos_ids(folder)})
-    with runs.locked_run(run, is_new=True, overwrite=False):
-        checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
-        runs.save_run(run, {
+        ends = sorted({own.eos_id, *read_eos_ids(folder)})
+        record = {
             'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
             'model_config': dataclasses.asdict(c),
             'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
                      'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
-            'versions': {'torch': torch.__version__}})
+            'versions': {'torch': torch.__version__}}
+        runs.check_record(record)
+    except UserError:
+        raise
+    except Exception as error:  # transformers and safetensors raise various errors for damaged files
+        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
+    with runs.locked_run(run, is_new=True, overwrite=False):
+        checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
+        runs.save_run(run, record)
         copy_tokenizer(run, own.name, eos_token)
         if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
             write_file(run / runs.CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
@@ -243,7 +248,7 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     from transformers import AutoConfig
     if not (folder / 'config.json').is_file():
         raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
-    theirs = AutoConfig.from_pretrained(folder, local_files_only=True)
+    theirs = AutoConfig.from_pretrained(folder, **ONLY_DATA)
     family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
     if family not in FAMILIES:
         raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
@@ -302,8 +307,8 @@ def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
 def load_hf_model(folder: Path) -> torch.nn.Module:
     """Load a Hugging Face folder in its dtype. UserError for missing or unexpected tensors."""
     from transformers import AutoModelForCausalLM
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', local_files_only=True,
-                                                        output_loading_info=True, ignore_mismatched_sizes=True)
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', output_loading_info=True,
+                                                        ignore_mismatched_sizes=True, **ONLY_DATA)
     for kind, names in info.items():
         if names:
             raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')
@@ -311,7 +316,7 @@ def load_hf_model(folder: Path) -> torch.nn.Module:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with friendly_errors():
+    with friendly_errors(argv):
         s, positional, _ = load_settings(Settings, argv)
         jobs = [s.from_llama, s.to_llama, s.to_hf]
         if len(positional) != 1 or len(jobs) - jobs.count(None) != 1:

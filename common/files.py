@@ -1,4 +1,4 @@
-"""One-sentence error messages, file locks, and atomic file writes."""
+"""One-sentence error messages, file locks, and reading and writing the files of a run."""
 import errno
 import functools
 import hashlib
@@ -6,11 +6,13 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from typing import IO
 
 import filelock
 import torch
@@ -24,28 +26,52 @@ class UserError(ValueError):
 
 
 @contextmanager
-def friendly_errors() -> Iterator[None]:
+def friendly_errors(argv: list[str] | None) -> Iterator[None]:
     """Exit with status 1 and one sentence on UserError, OSError or lack of memory.
 
-    Any other error is a bug and keeps its traceback.
+    Any other error is a bug and keeps its traceback. argv: the arguments that Python code gave to
+    `main`, which then gets every error as an exception; None: the command line.
     """
     program = Path(sys.argv[0]).name
+    with (open(os.devnull, 'w') as nothing, redirect_stdout(sys.stdout or nothing),  # None: closed by the caller
+          redirect_stderr(sys.stderr or nothing)):
+        if argv is not None:
+            yield
+            return
+        try:
+            yield
+            flush_output()
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except (UserError, OSError) as error:
+            try:  # an error without a path may be of standard output, which then fails again
+                flush_output('' if getattr(error, 'filename', True) else '\n')
+            except OSError as of_output:
+                error = of_output if error.args == of_output.args else error
+            if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `| head`
+                sys.exit(1)
+            disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
+            sys.exit(printable(f'{program}: {error}{": free some space and start again" if disk_is_full else ""}'))
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
+                raise
+            sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or set --checkpoint_blocks '
+                     f'(context_ready: --checkpoint_unrolls); for sampling, shorten the prompts. {first_line(error)}')
+
+
+def flush_output(text: str = '') -> None:
+    """Print and flush. If that fails, discard the output, because Python flushes again at exit."""
     try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has exited, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes again at exit
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (UserError, OSError) as error:
-        disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
-        sys.exit(f'{program}: {error}{": free some space and start again" if disk_is_full else ""}')
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
-            raise
-        sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or set --checkpoint_blocks '
-                 f'(context_ready: --checkpoint_unrolls); for sampling, shorten the prompts. {first_line(error)}')
+        with add_path_to_errors('standard output'):
+            print(text, end='', flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def printable(text: str) -> str:
+    """Escape control characters, which may come from the files of others."""
+    return ''.join(c if c.isprintable() or c in '\n\t' else c.encode('unicode_escape').decode() for c in text)
 
 
 def first_line(error: Exception) -> str:
@@ -56,7 +82,7 @@ def first_line(error: Exception) -> str:
 def warn_once(line: str) -> None:
     """Print a line to stderr, only on rank 0 and only the first time."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def command(*args) -> str:
@@ -94,11 +120,23 @@ def locked(folder, wait: bool = False) -> Iterator[None]:
         raise UserError(f'{folder} cannot be locked ({error}): use a folder on another disk, with --out_dir or, for '
                         'built-in data, the environment variable BUILT_DATA')
     try:
-        with add_path_to_errors(folder):
-            path.write_text(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
-            yield
+        with open_in_run(path, 'w') as file:
+            file.write(f'process {os.getpid()} on {platform.node()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+        yield
     finally:
         lock.release()
+
+
+# ---- writing ----
+
+def open_in_run(path, mode: str) -> IO:
+    """Open a text file of a run folder for writing, by lines. UserError for a link, wherever to."""
+    try:
+        return open(path, mode, 1, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f'{path} is a link, which is not followed when writing to a run folder: remove the link')
 
 
 def sync(path) -> None:
@@ -119,11 +157,14 @@ def write_file(path, content: bytes) -> None:
     path = Path(path)
     temporary = path.with_name(f'.{path.name}.writing')
     try:
-        temporary.write_bytes(content)
+        temporary.unlink(missing_ok=True)  # of a killed process, or a link
+        with open(temporary, 'xb') as file:
+            file.write(content)
         sync(temporary)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise OSError(error.errno, error.strerror, str(path))
     sync(path.parent)
 
@@ -132,6 +173,24 @@ def write_json(path, value) -> None:
     """Write a value as JSON, atomically."""
     write_file(path, json.dumps(value, indent=1).encode())
 
+
+def open_lines(path) -> IO:
+    """Open a file of JSON lines for appending. Ends a line that a crash has cut."""
+    lines = open_in_run(path, 'a')
+    if (before := Path(path).read_bytes()) and not before.endswith(b'\n'):
+        lines.write('\n')
+    return lines
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link (not what it leads to) or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---- reading ----
 
 def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
     """Return the dict in a JSON file. UserError with `remedy` if the file is damaged.
@@ -146,6 +205,29 @@ def read_json(path, remedy: str, check: Callable = lambda value: None) -> dict:
     except (ValueError, RecursionError) as error:
         raise UserError(f'{path} is damaged ({error}): {remedy}')
     return value
+
+
+def read_lines(path, check: Callable) -> list[dict]:
+    """Return the objects in a file of JSON lines, [] if there is no file.
+
+    Damaged lines are left out and counted on stderr. check(object): whether its types are right;
+    it may raise an error if they are not.
+    """
+    path, found = Path(path), []
+    lines = [line for line in path.read_bytes().splitlines() if line] if path.exists() else []
+    for line in lines:
+        with suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            record = json.loads(line)
+            if check(record):
+                found.append(record)
+    if n_damaged := len(lines) - len(found):
+        warn_once(f'{path}: skipped {n_damaged} damaged line{"s" * (n_damaged > 1)}')
+    return found
+
+
+def is_number(value) -> bool:
+    """Return True for a finite number of a usual size."""
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def sha256(path) -> str:

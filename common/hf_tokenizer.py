@@ -40,7 +40,7 @@ def fast_tokenizer(name: str):
         from transformers import AutoTokenizer
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(name, Path(folder) / 'tokenizer.model')
-            return AutoTokenizer.from_pretrained(folder).backend_tokenizer
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
     if not task_class(name):
         return Tokenizer.from_file(name)
     symbols = make_task(name).symbols

@@ -122,12 +122,8 @@ def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | No
         specs = tasks
         if data_dir:
             specs = task_files({task: manager.task_index[task] for task in tasks}, data_dir, Path(folder))
-        try:
-            found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
-                                            bootstrap_iters=0, **{'log_samples': False, **options})
-        except OSError as error:
-            raise UserError(f'the data of {", ".join(tasks)} could not be loaded ({type(error).__name__}: '
-                            f'{error}); offline, use --data_dir')
+        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
+                                        bootstrap_iters=0, **{'log_samples': False, **options})
     return first_not_none(found)  # lm-eval only returns them on rank 0
 
 

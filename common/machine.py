@@ -4,7 +4,9 @@ import ctypes
 import math
 import os
 import platform
+import re
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -18,7 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from common.files import UserError
+from common.files import UserError, first_line
 
 Device = Literal['auto', 'cuda', 'cpu', 'mps']  # types of the scripts' settings
 DType = Literal['auto', 'bfloat16', 'float32']
@@ -150,9 +152,14 @@ def init_distributed(backend: str) -> None:
     timer = threading.Timer(10, print, [line], {'file': sys.stderr, 'flush': True})
     timer.daemon = True
     timer.start()
-    dist.init_process_group(backend)
+    try:
+        dist.init_process_group(backend)
+    except (dist.DistNetworkError, ValueError) as error:
+        raise UserError(f'process {rank} cannot connect at {os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]} '
+                        f'({first_line(error)}): if another job uses the port, set MASTER_PORT to a free one')
+    finally:
+        timer.cancel()
     atexit.register(dist.destroy_process_group)
-    timer.cancel()
 
 
 def usable_cores() -> int:
@@ -165,13 +172,19 @@ def usable_cores() -> int:
     return cores
 
 
+def omp_threads() -> int | None:
+    """Return the first number in OMP_NUM_THREADS, which may be a list (4,2); None if unset."""
+    found = re.match('[1-9][0-9]{0,3}', os.environ.get('OMP_NUM_THREADS', '').strip())
+    return int(found[0]) if found else None
+
+
 def set_threads(n_threads: int | None, local_world: int) -> None:
     """Set the number of CPU threads. None: PyTorch's default, or cores / local processes.
 
     OMP_NUM_THREADS takes precedence, except for the value 1 that torchrun sets by default.
     """
-    omp = os.environ.get('OMP_NUM_THREADS')
-    if n_threads is None and (omp is None or local_world > 1 and omp == '1'):
+    omp = omp_threads()
+    if n_threads is None and (omp is None or local_world > 1 and omp == 1):
         share = max(1, usable_cores() // local_world)
         if local_world > 1 or share < torch.get_num_threads():
             n_threads = share
@@ -196,7 +209,7 @@ def make_progress() -> Callable[[str], None]:
     def progress(line):
         nonlocal shown
         if sys.stdout.isatty():
-            say(line, end='')
+            say(line[:shutil.get_terminal_size().columns - 1], end='')
         elif time.time() - shown > 10:
             shown = time.time()
             say(line)
@@ -206,7 +219,7 @@ def make_progress() -> Callable[[str], None]:
 def say(line: str, end: str = '\n') -> None:
     """Print a permanent line, above the updating one."""
     with suppress(OSError):  # the terminal is closed: SIGHUP will stop the run
-        print(f'\r{line:<100}' if sys.stdout.isatty() else line, end=end, flush=True)
+        print(('\r\x1b[K' if sys.stdout.isatty() else '') + line, end=end, flush=True)
 
 
 @contextmanager
@@ -217,6 +230,9 @@ def catch_signals() -> Iterator[list]:
     ignored. Signals that were ignored before (under nohup) stay ignored.
     """
     stop = []
+    if threading.current_thread() is not threading.main_thread():  # Python allows it only there
+        yield stop
+        return
 
     def on_signal(number, _):
         stop.append(number)

@@ -1,5 +1,4 @@
 """Settings of a training run: reading them, describing their cost, and checking them."""
-import importlib.util
 from dataclasses import fields
 from pathlib import Path
 
@@ -92,9 +91,7 @@ def check_settings(s, data, world) -> None:
             (s.parallel == 'fsdp' and s.batch_size % world,
              f'batch_size is {s.batch_size}: parallel = fsdp needs a multiple of the number of processes, {world}'),
             (s.acceptance_prompts and hasattr(data, 'score'),
-             f'acceptance_prompts = {s.acceptance_prompts} needs text, but {data.folder} is a task: use 0'),
-            (s.wandb_project and importlib.util.find_spec('wandb') is None,
-             f'wandb_project is {s.wandb_project!r}, but wandb is not installed: pip install wandb')):
+             f'acceptance_prompts = {s.acceptance_prompts} needs text, but {data.folder} is a task: use 0')):
         if wrong:
             raise UserError(sentence)
     check_windows(data, s.block_size)

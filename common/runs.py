@@ -3,22 +3,24 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import io
 import json
 import math
 import os
 import platform
 import shutil
-import sys
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TextIO
+from typing import IO
 
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import ROOT, UserError, command, first_line, locked, read_json, warn_once, write_json
+from common.files import (ROOT, UserError, command, first_line, is_number, locked, open_lines, read_json, read_lines,
+                          remove, warn_once, write_file, write_json)
 from common.settings import make_settings, typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -28,8 +30,12 @@ REQUIRED_KEYS = {  # required keys of config.json, besides the settings of train
     'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,
     'versions': dict, 'data': dict, 'data.tokenizer': str, 'data.n_ids': int, 'data.eos_id': int, 'data.bos': bool,
     'data.sha256': str}
+OPTIONAL_KEYS = {  # imported runs lack some of them, other runs lack others
+    'settings.data': str, 'settings.max_tokens': int, 'settings.batch_size': int, 'settings.seed': int,
+    'data.ends': list, 'data.n_rows': int, 'versions.processes': int}
 CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported chat model
-EVALUATION_FILES = ('eval.jsonl', 'speculative.csv')  # written by eval.py and analysis.speculative
+RUN_FILES = ('config.json', 'log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, *TOKENIZER_FILES,
+             'eval.jsonl', 'speculative.csv')  # last: written by eval.py and analysis.speculative
 
 
 # ---- models ----
@@ -42,9 +48,9 @@ def model_file(name: str) -> ModuleType | SimpleNamespace:
     base, _, subclass = str(name).partition('.')
     known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
     if base not in known:
-        near = difflib.get_close_matches(base, known, 1, 0.4) or known
-        raise UserError(f'unknown model {name!r}: did you mean {" or ".join(map(repr, near))}? '
-                        '(each model is a file model_NAME.py)')
+        near = difflib.get_close_matches(base, known, 1, 0.4)
+        hint = f'did you mean {near[0]!r}?' if near else f'expected one of {", ".join(known)}'
+        raise UserError(f'unknown model {name!r}: {hint} (each model is a file model_NAME.py)')
     module = importlib.import_module(f'model_{base}')
     if not subclass:
         return module
@@ -76,10 +82,21 @@ def portable_config(record: dict, folder):
     return config
 
 
+@contextmanager
+def model_errors(model_name: str) -> Iterator[None]:
+    """Turn a ValueError that a model raises on purpose into a UserError. Others are bugs."""
+    try:
+        yield
+    except ValueError as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].line.startswith('raise '):
+            raise
+        raise UserError(f'model {model_name!r} cannot run here: {error}')
+
+
 def meta_model(model_name: str, config) -> torch.nn.Module:
     """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
     try:
-        with torch.device('meta'):
+        with torch.device('meta'), model_errors(model_name):
             return model_file(model_name).Model(config)
     except (RuntimeError, TypeError) as error:
         if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
@@ -110,7 +127,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
 def meta_run(folder) -> torch.nn.Module:
     """Return the model of a run folder on the meta device."""
     record = read_run(folder)
-    return meta_model(record['model'], saved_config(record, folder))
+    return meta_model(record['model'], portable_config(record, folder))
 
 
 def read_run(folder) -> dict:
@@ -134,15 +151,20 @@ def read_run(folder) -> dict:
 
 
 def check_record(record: dict) -> None:
-    """Raise ValueError if config.json lacks any of REQUIRED_KEYS. Converts whole floats to int."""
-    for name, kind in REQUIRED_KEYS.items():
+    """Raise ValueError for a missing key or a wrong type in config.json. Converts 2.0 to 2."""
+    for name, kind in (REQUIRED_KEYS | OPTIONAL_KEYS).items():
         part, _, key = name.rpartition('.')
         owner = record[part] if part else record
-        if key not in owner:
+        if key in owner:
+            owner[key] = typed(key, owner[key], kind, 'there')
+        elif name in REQUIRED_KEYS:
             raise ValueError(f'no {name}')
-        owner[key] = typed(key, owner[key], kind, 'there')
-    if record['data']['eos_id'] >= record['data']['n_ids']:
+    data = record['data']
+    if data['eos_id'] >= data['n_ids']:
         raise ValueError('eos_id is not an id of the tokenizer')
+    ends, n_rows = data.get('ends', [data['eos_id']]), data.get('n_rows', data['n_ids'])
+    if not ends or not all(type(i) is int and 0 <= i < n_rows for i in ends):
+        raise ValueError(f'ends of text are {ends}: expected ids from 0 to {n_rows - 1}')
 
 
 def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
@@ -194,6 +216,9 @@ def extension_starts(s) -> bool:
 def check_out_dir(folder, overwrite: bool) -> None:
     """Raise UserError if a new run must not be written to this folder."""
     folder = Path(folder)
+    if overwrite and (folder / 'ckpt').is_symlink():
+        raise UserError(f'{folder}/ckpt is a link, and --overwrite would delete the checkpoints that it leads to: '
+                        'remove the link, or choose another --out_dir')
     if (folder / 'config.json').exists():
         if not overwrite:
             raise UserError(f'{folder} already contains a run: use --resume to continue it, --overwrite to replace it, '
@@ -201,23 +226,36 @@ def check_out_dir(folder, overwrite: bool) -> None:
         read_run(folder)  # only a run may be replaced
     elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
-        if names and not {'.lock'} <= names <= {'.lock', *TOKENIZER_FILES}:  # left by a run killed early
+        left_by_a_kill = {'.lock', *RUN_FILES, 'ckpt'} if overwrite else {'.lock', *TOKENIZER_FILES}
+        if names and not {'.lock'} <= names <= left_by_a_kill:
             raise UserError(f'{folder} already exists and is not a run folder: choose another --out_dir')
 
 
 @contextmanager
 def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
-    """Lock a run folder. Deletes the folder again if it is new and nothing was written."""
+    """Lock a run folder. Deletes a new run again if it fails before a step is logged or saved."""
     folder = Path(folder)
-    was_there = folder.exists()
     if is_new:
         check_out_dir(folder, overwrite)
     with locked(folder):
         try:
             yield
-        finally:
-            if not was_there and os.listdir(folder) == ['.lock']:
-                shutil.rmtree(folder)
+        except BaseException:
+            has_steps = (folder / 'config.json').exists() and (checkpoints(folder) or read_log(folder))
+            with suppress(OSError):
+                if is_new and not has_steps:
+                    remove_run(folder)
+                if os.listdir(folder) == ['.lock']:
+                    shutil.rmtree(folder)
+            raise
+
+
+def remove_run(folder: Path) -> None:
+    """Delete the files of a run, config.json first: what a kill leaves is not a run to resume."""
+    for path in (*(folder / name for name in RUN_FILES), *checkpoints(folder), *folder.glob('ckpt/.writing_*')):
+        remove(path)
+    if (folder / 'ckpt').is_dir() and not os.listdir(folder / 'ckpt'):
+        (folder / 'ckpt').rmdir()
 
 
 def save_run(folder, record: dict) -> None:
@@ -230,15 +268,12 @@ def save_run(folder, record: dict) -> None:
 def start_run(s, config, data, machine) -> None:
     """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
     folder = Path(s.out_dir)
-    for old in (*checkpoints(folder), *folder.glob('ckpt/.writing_*')):  # `check_out_dir` requires --overwrite
-        shutil.rmtree(old)
-    for name in ('log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, *EVALUATION_FILES):
-        (folder / name).unlink(missing_ok=True)
+    remove_run(folder)  # there is one only with --overwrite: see `check_out_dir`
     this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
     source = s.init_from or s.extend
     parent = read_run(source)['data'] if source else {}
     if source and (Path(source) / CHAT_TEMPLATE).is_file():
-        shutil.copy(Path(source) / CHAT_TEMPLATE, folder)
+        write_file(folder / CHAT_TEMPLATE, (Path(source) / CHAT_TEMPLATE).read_bytes())
     save_run(folder, {
         'model': s.model,
         'settings': {**dataclasses.asdict(s), **this_start, 'dtype': str(machine.dtype)[6:]},
@@ -250,13 +285,11 @@ def start_run(s, config, data, machine) -> None:
                      'processes': machine.world}})
 
 
-def open_log(folder, step: int) -> TextIO:
+def open_log(folder, step: int) -> IO:
     """Open log.jsonl for appending. If it has lines, add one with the step the run resumes from."""
     path = Path(folder) / 'log.jsonl'
-    before = path.read_bytes() if path.exists() else b''
-    log = open(path, 'a', buffering=1)
-    if before:
-        log.write('' if before.endswith(b'\n') else '\n')  # complete a truncated line
+    log = open_lines(path)
+    if path.stat().st_size:
         log.write(json.dumps({'resumed_from': step}) + '\n')
     return log
 
@@ -266,27 +299,22 @@ def read_log(folder) -> list[dict]:
 
     Warns about damaged lines on stderr.
     """
-    path, records, n_damaged = Path(folder) / 'log.jsonl', [], 0
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            step = int(record.get('step', record.get('resumed_from', record.get('saved'))))
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            n_damaged += bool(line)
-            continue
+    def is_whole(record):
+        is_step = {'step', 'tokens', 'seconds'} <= record.keys()
+        return all(map(is_number, record.values())) and (is_step or {'resumed_from', 'saved'} & record.keys())
+    records = []
+    for record in read_lines(Path(folder) / 'log.jsonl', is_whole):
         if 'resumed_from' in record:
-            records = [earlier for earlier in records if earlier['step'] <= step]
+            records = [earlier for earlier in records if earlier['step'] <= record['resumed_from']]
         elif 'step' in record:
             records.append(record)
-    if n_damaged:
-        print(f'{path}: skipped {n_damaged} damaged line{"s" * (n_damaged > 1)}', file=sys.stderr)
     return records
 
 
 def plot_loss(folder) -> None:
     """Write loss.png: training and validation loss over tokens."""
     from matplotlib.figure import Figure
-    records, figure = read_log(folder), Figure(figsize=(7, 4.5), layout='constrained')
+    records, figure, png = read_log(folder), Figure(figsize=(7, 4.5), layout='constrained'), io.BytesIO()
     axes = figure.subplots()
     for key, label, style in (('nll', 'training', dict(alpha=0.5, linewidth=0.8)),
                               ('val', 'validation', dict(marker='o', markersize=3))):
@@ -295,4 +323,5 @@ def plot_loss(folder) -> None:
     axes.set(xlabel='tokens', ylabel='nats per token', title=str(folder))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(Path(folder) / 'loss.png', dpi=130)
+    figure.savefig(png, dpi=130)
+    write_file(Path(folder) / 'loss.png', png.getvalue())

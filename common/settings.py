@@ -44,12 +44,14 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     end = argv.index('--') if '--' in argv else len(argv)
     argv, positional = argv[:end], argv[end + 1:]
     positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h'] + positional
-    options = [arg[2:].partition('=') for arg in argv if arg.startswith('--') and arg != '--help']
-    given = {name: Text(text) if equals else True for name, equals, text in options}
+    given = {name: text if text is True else Text(text) for name, text in options_of(argv).items() if name != 'help'}
     where = dict.fromkeys(given, 'on the command line')
     if config_of and positional:
         if len(positional) > 1:
-            raise UserError(f'expected one config file and overrides as --key=value, got {" ".join(positional)}')
+            spaced = [f': write {name}={text}' for name, text in zip(argv, argv[1:])
+                      if re.fullmatch(r'--\w+', name) and text in positional]
+            raise UserError('expected one config file and overrides as --key=value, got '
+                            + ' '.join(positional) + ''.join(spaced[:1]))
         from_file = read_config_file(positional[0])
         if 'model' in given and 'model' in from_file:  # drop settings that only the file's model has
             old, new = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
@@ -69,6 +71,13 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
             raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
         given[name] = typed(name, given[name], types_of[name], where[name])
     return Settings(**{name: value for name, value in given.items() if name in own}), positional, given
+
+
+def options_of(argv: list[str]) -> dict[str, str | bool]:
+    """Return {name: text} of the options, True for one without =. Expands ~/, as shells do not."""
+    options = [arg[2:].partition('=') for arg in argv if arg.startswith('--')]
+    return {name: (os.path.expanduser(text) if text.startswith('~/') else text) if equals else True
+            for name, equals, text in options}
 
 
 def read_config_file(path: str) -> dict:
@@ -170,7 +179,7 @@ def check_ranges(settings, **ranges: tuple) -> None:
 
 def print_help(*classes: type) -> None:
     """Print each setting of a script and model with its type, default and source comment."""
-    print(inspect.getmodule(classes[0]).__doc__.strip())
+    print((inspect.getmodule(classes[0]).__doc__ or '').strip())  # none under python -OO
     for cls, title in zip(classes, ('settings and their defaults', 'settings of the model')):
         print(f'\n{title} ({cls.__module__}.py):')
         source = ''.join(inspect.getsource(c) for c in cls.__mro__[-2::-1])  # base classes first

@@ -15,7 +15,10 @@ def quiet_start() -> None:
     """
     os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors='backslashreplace')
-    if not sys.stderr.isatty():
+        if hasattr(stream, 'reconfigure'):
+            stream.reconfigure(errors='backslashreplace')
+    if 'IPython' not in sys.modules:  # a notebook's `!python` inherits a backend that may be missing here
+        os.environ['MPLBACKEND'] = 'agg'
+    if sys.stderr and not sys.stderr.isatty():
         for name in ('TQDM_DISABLE', 'HF_DATASETS_DISABLE_PROGRESS_BARS', 'HF_HUB_DISABLE_PROGRESS_BARS'):
             os.environ.setdefault(name, '1')

@@ -3,6 +3,7 @@ import math
 
 import torch
 
+from common.files import UserError
 from common.parallel import all_gather, rank, world
 
 
@@ -33,10 +34,14 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     for start in range(0, len(mine), batch_size):
         idx, targets = data.val_batch(mine[start:start + batch_size], T, seed)
         count = counted(idx, targets, model.config.eos_id)
+        if not count:  # the model's mean over no token would be NaN
+            continue
         for name, mean in model(idx.to(device), targets.to(device)).items():
             totals[name] = totals.get(name, 0.0) + mean.item() * count
         n_counted += count
     shares, counts = zip(*all_gather((totals, n_counted)))
+    if not any(counts):
+        raise UserError(f'every validation input of {data.folder} ends a text: give longer documents or more tokens')
     sums = {name: sum(totals.get(name, 0.0) for totals in shares) for totals in shares for name in totals}
     return {name: total / sum(counts) for name, total in sums.items()}, sum(counts)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.files import UserError, locked
+from common.files import UserError, locked, remove
 from data.shards import BUILT, Data
 from data.tasks import Generated, builtin_data, task_class
 
@@ -31,6 +31,8 @@ def open_data(name) -> Data | Generated:
             raise UserError(f'no data at {folder}: {expected}')
     if documents and not folder.exists():
         with locked(BUILT, wait=True):
+            for leftover in BUILT.glob('.*.????????'):  # of builders that were killed: others hold the lock
+                remove(leftover)
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
                 from data.tokenizers import load_tokenizer  # imported late: data.tokenizers can be run with -m

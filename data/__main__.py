@@ -13,7 +13,7 @@ COLUMNS = 100
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    with friendly_errors():
+    with friendly_errors(argv):
         if len(argv) != 1 or not task_class(argv[0]):
             tasks = ', '.join(name for name in builtin_data() if task_class(name))
             raise UserError(f'expected one task. Usage: python -m data TASK:option=value,... TASK is one of {tasks}')

@@ -29,7 +29,7 @@ def check_meta(meta: dict) -> None:
     try:
         splits = [meta['splits'][name] for name in ('train', 'val')]
         shards = [shard for split in splits for shard in split['shards']]
-        names = [meta['tokenizer'], *(shard['file'] for shard in shards)]
+        names = [meta['tokenizer'], *(shard[key] for shard in shards for key in ('file', 'sha256'))]
         counts = [meta['n_ids'], *(split[key] for split in splits for key in ('tokens', 'documents', 'bytes')),
                   *(shard['tokens'] for shard in shards)]
         is_right = (all(type(n) is int and 0 < n < 2 ** 63 for n in counts) and meta['dtype'] in ('uint16', 'uint32')
@@ -83,8 +83,9 @@ class Data:
             i = bisect.bisect(starts, start) - 1
             path, offset = self.folder / self.splits[split]['shards'][i]['file'], start - starts[i]
             n = min(count, starts[i + 1] - start)
-            # not cached: each open map holds a file descriptor, a thousand of them in large data
-            parts.append(np.memmap(path, self.dtype, 'r', offset * self.dtype.itemsize, (n,)))
+            parts.append(np.fromfile(path, self.dtype, n, offset=offset * self.dtype.itemsize))
+            if len(parts[-1]) < n:
+                raise UserError(f'{path} was cut while it was in use: copy or build the data again')
             start, count = start + n, count - n
         ids = np.concatenate(parts).astype(np.int64)
         if ids.max() >= self.n_ids:

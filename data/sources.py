@@ -21,7 +21,8 @@ from types import SimpleNamespace
 
 from common.files import UserError, warn_once
 
-FORMATS = {'.jsonl': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt', '.arrow': 'datasets'}
+FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
+           '.arrow': 'datasets'}
 EXPECTED = 'expected files of one format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet'
 MARKERS = ('<|endoftext|>', '</s>')  # end-of-text markers that may occur in .txt files
 VAL_SHARE = 0.05  # validation fraction of built-in data and texts
@@ -37,7 +38,7 @@ TEXTS = SimpleNamespace(  # settings `s` of the functions below for train.py --d
 # ---- which files ----
 
 def format_of(file: str) -> str | None:
-    return FORMATS.get(Path(file.removesuffix('.gz').removesuffix('.zst')).suffix)
+    return FORMATS.get(Path(file.lower().removesuffix('.gz').removesuffix('.zst')).suffix)
 
 
 def visible_files(folder: str) -> list[str]:
@@ -180,12 +181,15 @@ def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
         except UserError:
             raise
         except Exception as error:  # each format raises its own errors
-            raise UserError(f'{file} cannot be read after {unit} {n:,} ({type(error).__name__}): {error}')
+            raise UserError(f'{file} cannot be read after {n:,} {unit}s ({type(error).__name__}): {error}')
 
 
 def fields_to_read(place: str, names: list[str], s) -> list[str]:
-    """Return the names of the text and id fields. UserError if `names` lacks one."""
+    """Return the names of the text and id fields. UserError if `names` lacks one, except `id`."""
     wanted = [*dict.fromkeys(filter(None, (s.text_field, s.id_field)))]
+    if s.id_field == 'id' and 'id' not in names:
+        wanted.remove('id')
+        warn_once("records without a field 'id': the hash of their text picks train or val; or set --id_field")
     for field in wanted:
         if field not in names:
             raise UserError(f'{place} has no field {field!r}; fields: {", ".join(names[:20])}. Set --text_field '
@@ -195,20 +199,30 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
 
 def open_compressed(file: str) -> io.BufferedIOBase:
     """Open a file, compressed or not, for reading bytes."""
-    if not file.endswith('.zst'):
-        return gzip.open(file) if file.endswith('.gz') else open(file, 'rb')
+    if not file.lower().endswith('.zst'):
+        return gzip.open(file) if file.lower().endswith('.gz') else open(file, 'rb')
     import pyarrow
     return io.BufferedReader(pyarrow.input_stream(file))
 
 
 def json_records(file: str) -> Iterator[tuple | None]:
-    """Yield (record, None) per line, or per list item of a .json file; None for an empty line."""
+    """Yield (record, None) per line, or per list item of a .json file; None for other lines.
+
+    A record may take several lines: from { alone to } with the same indentation.
+    """
     with open_compressed(file) as lines:
-        begin = lines.peek(64).lstrip(b'\xef\xbb\xbf \t\r\n')
-        if '.jsonl' not in Path(file).name and begin.startswith(b'['):
+        blank = b'\xef\xbb\xbf \t\r\n'  # first a byte order mark, which json.loads decodes
+        if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(blank).startswith(b'['):
             yield from ((record, None) for record in json.load(lines))
         for line in lines:
-            yield (json.loads(line), None) if line.strip() else None  # also decodes a byte order mark
+            part = [line]
+            if line.strip(blank) == b'{':
+                end = line.lstrip(b'\xef\xbb\xbf').partition(b'{')[0] + b'}'
+                while part[-1] and (part[-1] is line or not part[-1].startswith(end)):
+                    part.append(lines.readline())
+            record = json.loads(b''.join(part)) if line.strip() else None
+            yield from [None] * (len(part) - 1)
+            yield (record, None) if line.strip() else None
 
 
 def parquet_records(s, file: str) -> Iterator[tuple]:
@@ -224,7 +238,7 @@ def csv_records(s, file: str) -> Iterator[tuple]:
     """Yield (record, None) per row. Empty cells are missing values; NA is text."""
     csv.field_size_limit(sys.maxsize)
     with open_compressed(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig', newline='') as lines:
-        rows = csv.DictReader(lines)
+        rows = csv.DictReader(lines, strict=True)  # an error for a quote that is never closed
         fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
         for row in rows:
             yield {field: row[field] or None for field in fields}, None
@@ -306,7 +320,7 @@ def document(place: str, record, split: str | None, s) -> tuple | None:
     if text in (None, ''):
         return None
     fields_to_read(place, [*record], s)
-    key = record[s.id_field] if s.id_field else None
+    key = record.get(s.id_field) if s.id_field else None
     if not isinstance(text, str):
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field')
     # replace lone surrogates, which UTF-8 cannot encode, with question marks

@@ -279,7 +279,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     from data.sources import TEXTS, open_source
-    with friendly_errors():
+    with friendly_errors(argv):
         s, names, _ = load_settings(Settings, argv)
         check_ranges(s, vocab_size=(257, 10 ** 6))
         if not names:

@@ -134,7 +134,7 @@ def run(*args, processes=1, **kwargs):
         return run_subprocess(*args, **kwargs)
     name, argv = (args[1], args[2:]) if args[0] == '-m' else (Path(args[0]).stem, args[1:])
     main = importlib.import_module(name).main
-    return run_here(main, argv) if inspect.signature(main).parameters else run_subprocess(*args)
+    return run_here(main, [f'{name}.py', *argv]) if inspect.signature(main).parameters else run_subprocess(*args)
 
 
 def run_subprocess(*args, **kwargs):
@@ -154,21 +154,21 @@ def terminal_signals():
 
 
 def run_here(main, argv):
-    """Call main(argv), capture its output and restore threads, RNG state, signals and stdin."""
+    """Call main() with sys.argv; capture its output, restore threads, RNG state, signals, stdin."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    threads, stdin = torch.get_num_threads(), sys.stdin
+    threads, stdin, own_argv = torch.get_num_threads(), sys.stdin, sys.argv
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with (open(os.devnull) as nothing, torch.random.fork_rng(devices=[]),
           contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
-        sys.stdin = nothing
+        sys.stdin, sys.argv = nothing, argv
         try:
-            main(argv)
+            main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 print(end.code, file=err)
         finally:
-            sys.stdin = stdin
+            sys.stdin, sys.argv = stdin, own_argv
             torch.set_num_threads(threads)
             torch.set_flush_denormal(False)
             for number, handler in handlers.items():

@@ -120,11 +120,6 @@ def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
     assert loss_curves.axes_of([without_flops]) == ['tokens', 'minutes']
 
 
-def test_non_finite_values_are_left_out(tmp_path):
-    run = write_run(tmp_path / 'a', [4.0, float('nan'), None, 3.0])
-    assert [point['mean'] for point in figures.curve([run, run])] == [4.0, 3.0]
-
-
 @pytest.mark.parametrize('script', ['loss_curves', 'report', 'scores', 'context_ready', 'gpn_state', 'seeds', 'scaling',
                                     'window_sweep', 'tokens_to_match', 'tables'])
 def test_figures_reject_unusable_runs_with_a_clear_error(tmp_path, script):

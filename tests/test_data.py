@@ -166,6 +166,22 @@ def test_a_damaged_shard_gives_a_clear_error(copy, content, sentence):
         d.tokens('train', 0, 10000) if 'id' in sentence.split() else d.verify()
 
 
+def test_a_shard_that_is_cut_while_it_is_read_is_named(copy):
+    d = Data(copy)
+    with open(copy / 'train_00001.bin', 'r+b') as file:
+        file.truncate(1000)
+    with pytest.raises(UserError, match='train_00001.bin was cut while it was in use'):
+        d.tokens('train', 0, d.splits['train']['tokens'])
+
+
+def test_what_killed_builders_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'BUILT', tmp_path / 'built')
+    (tmp_path / 'built/.texts-0123.89abcdef').mkdir(parents=True)
+    (tmp_path / 'text.txt').write_text('some words ' * 99)
+    folder = data.open_data(str(tmp_path / 'text.txt')).folder
+    assert {path.name for path in (tmp_path / 'built').iterdir()} == {folder.name, '.lock'}
+
+
 @pytest.mark.parametrize('name, value', [('n_ids', 0), ('eos_id', 257), ('dtype', 'int8'), ('tokenizer', '../byte'),
                                          ('splits', {}), ('splits', [1]), ('tokenizer', None)])
 def test_a_bad_value_in_meta_json_gives_a_clear_error(copy, name, value):

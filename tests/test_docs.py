@@ -1,5 +1,9 @@
 """Commands in the documentation use scripts, modules, configs and options that exist."""
+import contextlib
+import json
+import pickle
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,18 @@ def test_commands_on_the_pages_exist(page):
         wrong += [config for config in re.findall(r'\bconfig/[\w/]+\.py', arguments) if not (ROOT / config).exists()
                   and 'NAME' not in config]
     assert wrong == []
+
+
+def test_the_map_is_read_without_running_code_of_its_pickle(tmp_path, monkeypatch):
+    code = re.search(r"python - <<'END'\n(.*?)\n *END", (ROOT / 'docs/data.md').read_text(), re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    Path('data/built/manhattan').mkdir(parents=True)
+    for content, error in (({(1, 'NE'): 2, (2, 'S'): 1}, None), (Path('x'), pickle.UnpicklingError)):
+        Path('node_and_direction_to_neighbor.pkl').write_bytes(pickle.dumps(content))
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            exec(textwrap.dedent(code), {})
+    edges = Path('data/built/manhattan/edges.json').read_text()
+    assert json.loads(edges) == {'edges': [[1, 'NE', 2], [2, 'S', 1]]}
 
 
 def test_configs_named_in_loops_exist():

@@ -196,6 +196,16 @@ def test_bad_input_gives_a_clear_error(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', '--limit=0'), 'limit is 0')
 
 
+@pytest.mark.parametrize('error', [OSError('no network'), ImportError('SOCKS needs a package')])
+def test_data_that_cannot_be_loaded_give_an_error_that_names_the_proxy(trained, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+    monkeypatch.setattr(judge, 'lambada_first_token', fail)
+    monkeypatch.setenv('ALL_PROXY', 'socks5://127.0.0.1:9')
+    result = run('eval.py', trained, '--tasks=lambada_first_token')
+    assert_sentence(result, str(error), 'check or unset', 'ALL_PROXY', '--data_dir')
+
+
 def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_path, capsys):
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
     with pytest.raises(UserError, match='record 2, does not have the fields of lambada_openai'):

@@ -38,12 +38,12 @@ def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, *
                                  **sizes, **settings})
     torch.manual_seed(0)
     weights = {name: p + 0.05 * torch.randn_like(p) for name, p in module.Model(c).named_parameters()}
-    checkpoint.save_checkpoint(folder, 0, weights, {'step': 0})
     runs.save_run(folder, {
         'model': model, 'settings': {'block_size': 64, 'eval_seed': None, 'data': ''},
         'model_config': dataclasses.asdict(c), 'versions': {},
         'data': {'folder': '', 'tokenizer': str(tokenizer), 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
                  'sha256': '', **({'ends': ends} if ends else {})}})
+    checkpoint.save_checkpoint(folder, 0, weights, {'step': 0})
     return runs.load_run(folder)[0], own
 
 

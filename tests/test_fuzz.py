@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 
 import train
 from common import runs
+from common.files import sha256
 from common.start import quiet_start
 from data.tokenizers import load_tokenizer
 from data.writing import write_data
@@ -99,6 +100,7 @@ def base(tmp_path_factory):
                     'train config.py --out_dir=nextlat --model=nextlat --save_interval=1',
                     f'train config.py --out_dir=task --data={TASK} --block_size=17'):
         must_work(folder, command)
+    must_work(folder, 'eval standard nextlat --val --val_tokens=40')
     shutil.rmtree(folder / 'standard/ckpt/step_00000003')  # --resume continues from step 2
     return folder
 
@@ -176,8 +178,7 @@ def files_read(program: str, argv: list[str], folder: Path) -> list[Path]:
 
 def damage(files: list[Path], what: str, file: int, place: int, new: bytes) -> None:
     """Replace a JSON token, a byte or the rest of one of the files, or remove the file."""
-    files = [path for path in files if path.is_file() and (
-        what != 'token' or path.suffix in ('.json', '.jsonl') and 'ckpt' not in path.parts)]
+    files = [path for path in files if path.is_file() and (what != 'token' or path.suffix in ('.json', '.jsonl'))]
     if not files:  # the argument is damaged, or an earlier fault removed them
         return
     path = files[file % len(files)]
@@ -189,6 +190,9 @@ def damage(files: list[Path], what: str, file: int, place: int, new: bytes) -> N
         start, end = tokens[place % len(tokens)].span()
     if what != 'file':
         path.write_bytes(content[:start] + new + content[end:])
+    if what == 'token' and path.name == 'state.json':  # a stranger's, whose checksum is right
+        sums = path.with_name('SHA256SUMS')
+        sums.write_text(re.sub(r'\w+(?=  state.json)', sha256(path), sums.read_text()))
 
 
 # ---- a script in a fork ----
@@ -205,7 +209,7 @@ def in_a_fork(program: str, argv: list[str], folder: Path) -> tuple[int, str]:
             sys.stderr = open(errors.fileno(), 'w', errors='backslashreplace', closefd=False)
             stand_alone()
             sys.argv = [f'{program}.py', *argv]
-            importlib.import_module(program).main(argv)
+            importlib.import_module(program).main()
             sys.stdout.flush()
         process = multiprocessing.get_context('fork').Process(target=script)
         process.start()
@@ -288,3 +292,15 @@ def test_scripts_end_with_a_result_or_a_clear_error_on_any_input(base, kind):
     def every_input(argv, faults):
         check(base, program, argv, faults)
     every_input()
+
+
+@settings(max_examples=FUZZ or 50, derandomize=not FUZZ, database=None, deadline=None,
+          suppress_health_check=list(HealthCheck))
+@given(command=st.sampled_from(['train --out_dir=standard --resume', 'train --out_dir=nextlat --resume --dry_run',
+                                'sample standard ab --max_new_tokens=2', 'eval standard --val --val_tokens=40',
+                                'common.export standard --to_llama=new', 'analysis.tables standard nextlat --out=f']),
+       file=where, place=where, value=json_texts.map(str.encode))
+def test_any_value_in_the_json_of_a_run_gives_a_result_or_a_clear_error(base, command, file, place, value):
+    """In config.json, log.jsonl, eval.jsonl, state.json and the data's meta.json."""
+    program, *argv = command.split()
+    check(base, program, argv, [('token', file, place, value)])

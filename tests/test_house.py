@@ -22,7 +22,7 @@ ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may impor
     'common.sharding': {'common.parallel'},
     'common.continuing': {'common.runs', 'common.checkpoint', *BASE},
     'common.run_settings': {'common.runs', 'common.continuing', 'common.machine', 'data', *BASE},
-    'common.validation': {'common.parallel'},
+    'common.validation': {'common.parallel', 'common.files'},
     'common.muon': {'common.files', 'common.machine'},
     'common.memory': set(),
     'common.dry_run': {'common.files', 'common.machine', 'common.runs', 'common.checkpoint', 'common.sharding',
@@ -41,7 +41,7 @@ ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may impor
     'scans': {'attn_kernels', 'scans'},
     'attn_kernels': set(),
 }
-LOADED_BY_QUICKSTART = 4000
+LOADED_BY_QUICKSTART = 4200
 
 # Documented PyTorch settings, each set once.
 ALLOWED_WRITES = {('common/gpu.py', name) for name in (

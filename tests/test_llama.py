@@ -126,7 +126,8 @@ NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn
     ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'has a vocabulary of 200 rows'),
     ({}, {'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
           'sliding_window': 5, 'max_window_layers': 1}, 'a sliding window in some layers only'),
-    ({}, {'hidden_size': 'x'}, 'could not be read')])
+    ({}, {'hidden_size': 'x'}, 'could not be read'), ({}, {'max_position_embeddings': 0}, 'block_size is 0'),
+    ({}, {'eos_token_id': -1}, 'ends of text are [-1, 256]: expected ids from 0 to 256')])
 def test_unsupported_folders_give_a_clear_error(weights, config, part, tmp_path):
     make_folder(tmp_path / 'folder', 'Llama 3')
     path = tmp_path / 'folder/model.safetensors'
@@ -136,6 +137,16 @@ def test_unsupported_folders_give_a_clear_error(weights, config, part, tmp_path)
     with pytest.raises(UserError, match=re.escape(part)):
         import_run(tmp_path / 'folder', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
+
+
+def test_code_of_a_hugging_face_folder_never_runs(tmp_path, monkeypatch):
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    (tmp_path / 'folder/evil.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")\n')
+    change_config(tmp_path / 'folder', model_type='evil', auto_map={'AutoConfig': 'evil.C', 'AutoTokenizer': 'evil.T'})
+    monkeypatch.setattr('builtins.input', lambda *args: 'y')
+    with pytest.raises(UserError, match='could not be read'):
+        import_run(tmp_path / 'folder', tmp_path / 'run')
+    assert not (tmp_path / 'ran').exists() and not (tmp_path / 'run').exists()
 
 
 def test_command_line(tmp_path):

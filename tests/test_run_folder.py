@@ -2,6 +2,8 @@
 import contextlib
 import errno
 import fcntl
+import json
+import math
 import os
 import re
 import shutil
@@ -15,9 +17,11 @@ import torch
 from conftest import assert_sentence, contents, losses, run, start_training, succeeded, train_tiny
 from safetensors.torch import load_file, save_file
 
+import eval as evaluation
 import train
+from analysis import figures
 from common import checkpoint, machine, runs
-from common.files import UserError, friendly_errors, locked, sha256, sync
+from common.files import UserError, friendly_errors, locked, sha256, sync, warn_once
 
 # ---- one writer ----
 
@@ -80,23 +84,66 @@ def test_a_folder_that_cannot_be_fsynced_is_no_error(tmp_path, monkeypatch, numb
         sync(path)
 
 
-@pytest.mark.parametrize('error, said', [(OSError(errno.ENOSPC, 'No space left'), "No space left: '{}'"),
-                                         (OSError(errno.EIO, 'broken', 'file'), "broken: 'file'"),
-                                         (OSError('no network'), '^no network$')])
-def test_disk_errors_name_the_path_or_the_run(tmp_path, error, said):
-    run = tmp_path / 'run'
-    with pytest.raises(OSError, match=said.format(run)), runs.locked_run(run, True, False):
+@pytest.mark.parametrize('error, said', [(OSError(errno.ENOSPC, 'No space left'), 'No space left$'),
+                                         (OSError(errno.EIO, 'broken', 'file'), "broken: 'file'")])
+def test_disk_errors_name_their_own_path_or_none(tmp_path, error, said):
+    with pytest.raises(OSError, match=said), runs.locked_run(tmp_path / 'run', True, False):
         raise error
+    assert not (tmp_path / 'run').exists()
+
+
+def test_modes_and_removals_that_the_file_system_refuses_do_not_stop_a_save(run_folder, monkeypatch, capsys):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(errno.EPERM, 'Operation not permitted', str(path))
+    (run_folder / 'ckpt/.writing_00000001').mkdir()
+    target = (run_folder / 'ckpt/step_00000001').rename(run_folder / 'elsewhere')
+    (run_folder / 'ckpt/step_00000001').symlink_to(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'chmod', refuse)
+        patch.setattr(shutil, 'rmtree', refuse)
+        checkpoint.save_checkpoint(run_folder, 3, {'w': torch.full((3,), 3.0)}, {'step': 3})
+        checkpoint.remove_older(run_folder, 3, keep=1, always=None)
+    assert load(run_folder) == (3, 3.0) and 'step_00000002 could not be removed' in capsys.readouterr().err
+    checkpoint.save_checkpoint(run_folder, 4, {'w': torch.full((3,), 4.0)}, {'step': 4})
+    checkpoint.remove_older(run_folder, 4, keep=1, always=None)
+    assert [path.name for path in (run_folder / 'ckpt').iterdir()] == ['step_00000004']
+    assert (target / 'model.safetensors').exists()
+
+
+def test_a_save_does_not_create_a_run_folder_that_was_moved(run_folder, tmp_path_factory):
+    moved = run_folder.rename(tmp_path_factory.mktemp('other') / 'run')
+    with pytest.raises(UserError, match='was moved or removed during training'):
+        checkpoint.save_checkpoint(run_folder, 3, {'w': torch.ones(3)}, {'step': 3})
+    assert not run_folder.exists() and load(moved) == (2, 2.0)
 
 
 # ---- log.jsonl ----
 
 def test_a_log_continues_after_a_truncated_line(tmp_path, capsys):
-    (tmp_path / 'log.jsonl').write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "lo')
+    def step(n, loss):
+        return {'step': n, 'tokens': 9 * n, 'seconds': 0.5, 'loss': loss}
+    (tmp_path / 'log.jsonl').write_text(f'{json.dumps(step(1, 2.5))}\n{json.dumps(step(2, 2.25))}\n{{"step": 3, "lo')
     with runs.open_log(tmp_path, 1) as log:
-        log.write('{"step": 2, "loss": 2.125}\n')
-    assert runs.read_log(tmp_path) == [{'step': 1, 'loss': 2.5}, {'step': 2, 'loss': 2.125}]
+        log.write(json.dumps(step(2, 2.125)) + '\n')
+    assert runs.read_log(tmp_path) == [step(1, 2.5), step(2, 2.125)]
     assert 'skipped 1 damaged line' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('values', ['"step": "2"', '"step": 1e400', '"val": Infinity', '"val": {}', '"val": null',
+                                    '"tokens": "9"', '"seconds": true', '"lr": ' + '9' * 400])
+def test_a_line_of_the_log_with_a_wrong_type_is_lost_and_counted(tmp_path, values, capsys):
+    (tmp_path / 'log.jsonl').write_text('{"step": 1, "tokens": 9, "seconds": 1.0, ' + values + '}\n[1]\n')
+    assert runs.read_log(tmp_path) == [] and 'skipped 2 damaged lines' in capsys.readouterr().err
+
+
+def test_an_evaluation_after_a_cut_line_is_kept(tmp_path):
+    (tmp_path / 'eval.jsonl').write_text('{"results": {"val": {"loss": 1.0}}}\n{"results": {"va')
+    evaluation.append_line(tmp_path, {'results': {'val': {'loss': 2.0, 'bad': math.inf}}})
+    assert figures.evaluations(tmp_path / 'eval.jsonl') == {'val loss': 2.0}
+    for line in ('[]', '{}', '{"results": []}', '{"results": {"val": 1}}', '{"results": {}, "settings": 1}',
+                 '{"results": {"val": {"loss": 3}}, "of_steps": "9", "step": 1}'):
+        (tmp_path / 'eval.jsonl').write_text(line + '\n')
+        assert figures.evaluations(tmp_path / 'eval.jsonl') == {}, line
 
 
 @pytest.mark.slow
@@ -140,14 +187,14 @@ def test_overwrite_removes_only_what_training_writes(tiny_data, tiny_run, tmp_pa
 
     disk, link = shutil.copytree(tiny_run, tmp_path / 'disk'), tmp_path / 'link'
     link.symlink_to(disk)
-    for name in runs.EVALUATION_FILES:
+    for name in ('eval.jsonl', 'speculative.csv'):
         (disk / name).write_text('of the run before')
     for name in ('notes.txt', 'ckpt/step_00000010.tar', 'ckpt/mine/thesis.txt'):
         (disk / name).parent.mkdir(exist_ok=True)
         (disk / name).write_text('years of work')
     succeeded(train_tiny(tiny_data, link, '--overwrite', steps=2))
     assert link.is_symlink() and [record['step'] for record in runs.read_log(disk)] == [1, 2]
-    assert not any((disk / name).exists() for name in runs.EVALUATION_FILES)
+    assert not any((disk / name).exists() for name in ('eval.jsonl', 'speculative.csv'))
     names = sorted(path.name for path in (disk / 'ckpt').iterdir())
     assert names == ['mine', 'step_00000001', 'step_00000002', 'step_00000010.tar']
     assert len(list(disk.rglob('*.txt'))) == 2
@@ -184,6 +231,16 @@ def run_folder(tmp_path):
 def load(folder):
     state, tensors = checkpoint.load_checkpoint(folder)
     return state['step'], tensors['w'][0].item()
+
+
+@pytest.mark.parametrize('content', ['null', '[]', '"a"', '{}', '{"step": null}', '{"step": "2"}', '{"step": 2.0}',
+                                     '{"step": 3}', '{"step": 2, "seconds": "1"}', '[' * 10 ** 5])
+def test_a_checkpoint_with_a_wrong_state_is_skipped(run_folder, content):
+    newest = run_folder / 'ckpt/step_00000002'
+    (newest / 'state.json').write_text(content)
+    names = ('model.safetensors', 'optimizer.safetensors', 'state.json')
+    (newest / 'SHA256SUMS').write_text(''.join(f'{sha256(newest / name)}  {name}\n' for name in names))
+    assert load(run_folder) == (1, 1.0)
 
 
 def test_old_checkpoints_and_damaged_later_ones_are_removed(run_folder):
@@ -224,6 +281,7 @@ def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
     bad = {'w': torch.ones(3), 'exp_avg_sq/w': torch.tensor([1, float('inf')])}
     with pytest.raises(UserError, match='exp_avg_sq/w contains NaN or infinity after step 3.*step_00000002'):
         checkpoint.save_checkpoint(run_folder, 3, bad, {'step': 3})
+    assert '--init_from' in checkpoint.recovery_advice(run_folder) and '--' not in checkpoint.recovery_advice('none')
     for step in (2, 1):  # with correct checksums, so the NaN check has to find it
         assert load(run_folder) == (step, step)
         newest = checkpoint.checkpoints(run_folder)[2 - step]
@@ -255,8 +313,17 @@ def test_a_run_survives_a_closed_terminal(monkeypatch, terminal_signals):
 @pytest.mark.parametrize('error, status', [(UserError('a sentence'), 'a sentence'), (KeyboardInterrupt(), 130),
                                            (MemoryError('x'), 'out of memory'), (OSError(28, 'full'), 'free some')])
 def test_user_errors_give_a_message_and_bugs_a_traceback(error, status):
-    with pytest.raises(SystemExit) as end, friendly_errors():
+    with pytest.raises(SystemExit) as end, friendly_errors(None):
         raise error
     assert end.value.code == status or status in str(end.value.code)
-    with pytest.raises(RuntimeError, match='a bug'), friendly_errors():
+    with pytest.raises(type(error)), friendly_errors([]):  # Python code called `main`
+        raise error
+    with pytest.raises(RuntimeError, match='a bug'), friendly_errors(None):
         raise RuntimeError('a bug')
+
+
+def test_messages_escape_control_characters(capsys):
+    with pytest.raises(SystemExit, match=re.escape(r'no run \x1b[2J\u202e here')), friendly_errors(None):
+        raise UserError('no run \x1b[2J\u202e here')
+    warn_once('\x1b[31mred')
+    assert capsys.readouterr().err == '\\x1b[31mred\n'

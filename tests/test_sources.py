@@ -96,6 +96,18 @@ def test_folders_patterns_and_files_are_read_alike(files):
         data.open_data(str(folder))
 
 
+@pytest.mark.parametrize('indent', [None, 1, '\t'])
+@pytest.mark.parametrize('name', ['a.ndjson', 'A.JSONL', 'a.json', 'a.JSON.gz'])
+def test_records_of_other_tools_are_read(name, indent, tmp_path):
+    records = [{'text': line, 'meta': {'at': [{}, i]}} | [{}, {'id': None}, {'id': i}][i % 3]
+               for i, line in enumerate(LINES)]
+    lines = '\ufeff' + ''.join(json.dumps(record, indent=indent) + '\n' for record in records)
+    (tmp_path / name).write_bytes(gzip.compress(lines.encode()) if name.endswith('.gz') else lines.encode())
+    found = [document for _, batch in read(tmp_path / name) for document in batch if document]
+    assert [text for *_, text in found] == LINES
+    assert [key for _, key, _ in found] == [str(i) if i % 3 == 2 else line for i, line in enumerate(LINES)]
+
+
 def test_some_but_not_all_records_may_lack_text(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)
@@ -239,13 +251,14 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
 
 
 @pytest.mark.parametrize('name, content, sentence', [
-    ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after row 0 (ArrowInvalid)'),
-    ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after line 400 (JSONDecodeError)'),
+    ('a.parquet', b'PAR1 and nothing else', 'a.parquet cannot be read after 0 rows (ArrowInvalid)'),
+    ('a.jsonl', RECORD * 400 + b'{"text": "a", ', 'a.jsonl cannot be read after 400 lines (JSONDecodeError)'),
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
     ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
-    ('a.jsonl', RECORD + b'{"text": "a"}\n', "a.jsonl, line 2 has no field 'id'; fields: text"),
-    ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after line'),
-    ('a.txt', b'ab\xff', 'a.txt cannot be read after line 0 (UnicodeDecodeError)'),
+    ('a.jsonl', b'{\n"text": "a"\n}\n{\n"text": "b",\n', 'a.jsonl cannot be read after 3 lines (JSONDecodeError)'),
+    ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'a.csv cannot be read after 1 rows (Error): unexpected end of data'),
+    ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after '),
+    ('a.txt', b'ab\xff', 'a.txt cannot be read after 0 lines (UnicodeDecodeError)'),
     ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),
 ])
 def test_unreadable_sources_are_reported_with_file_and_line(tmp_path, name, content, sentence):

@@ -1,10 +1,13 @@
 """Training: reproducible losses, interruptions, resuming, dry runs, and clear errors."""
-import importlib.util
+import contextlib
+import importlib
 import json
+import math
 import random
 import resource
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from conftest import (STEP_TOKENS, TINY, assert_sentence, config_json, losses, r
 
 import attn_kernels
 import train
-from common import checkpoint, machine, run_settings, runs
+from common import checkpoint, dry_run, machine, run_settings, runs
+from common.files import UserError
 from common.memory import LiveBytes, activation_bytes
-from common.validation import counted
+from common.validation import counted, validation_loss
 from data import open_data
 
 
@@ -171,13 +175,14 @@ def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     (['--n_head=3'], ['n_embd = 16 and n_head = 3']),
     (['--n_ids=99'], ['n_ids is 99', '257']),
     (['--block_size=100000'], ['too few for a window of block_size = 100000']),
-    (['--data=/no where'], ['no data at /no where', "python prepare_fineweb.py '--out_dir=/no where' --max_tokens="]),
+    (['--data=/no where'], ['no data at /no where', 'prepare_fineweb.py converts other formats\n']),
+    (['--data=allenai/c4'], ['on the Hugging Face hub: python prepare_fineweb.py allenai/c4 --out_dir=data/built/c4']),
+    (['--model=nosuch'], ["unknown model 'nosuch': expected one of bst, context_ready, gdn"]),
+    (['config/quickstart.py', '--max_tokens', '1000'], ['got config/quickstart.py 1000: write --max_tokens=1000\n']),
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),
     (['--init_from=/nowhere'], ['/nowhere is not a run folder']),
-    (['--model=nextlat', '--objective=ntp', '--acceptance_prompts=2'], ['cannot draft for itself']),
-    pytest.param(['--wandb_project=x'], ['wandb is not installed'], marks=pytest.mark.skipif(
-        importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
+    (['--model=nextlat', '--objective=ntp', '--acceptance_prompts=2'], ['cannot draft for itself'])])
 def test_bad_input_gives_a_clear_error_and_creates_nothing(tiny_data, tmp_path, args, parts):
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), *parts)
     assert not (tmp_path / 'out').exists()
@@ -340,11 +345,13 @@ def test_live_bytes_count_each_storage_while_it_is_alive():
 
 
 @pytest.mark.slow
-def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(tmp_path):
-    args = [*TINY, f'--data={tmp_path / "gone"}', f'--out_dir={tmp_path / "out"}', '--max_tokens=1e6', '--dry_run']
+def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = [*TINY, '--out_dir=out', '--max_tokens=1e6', '--dry_run']
     result = succeeded(run('train.py', *args, '--memory=4'))
     assert 'assuming a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
-    assert f'python prepare_fineweb.py --out_dir={tmp_path / "gone"} --max_tokens=1.05e06' in result.stdout
+    assert 'prepare_fineweb.py --out_dir=data/built/fineweb_edu --max_tokens=1.05e06' in result.stdout
+    assert 'searching for the largest' in result.stdout
     assert 'largest micro_batch_size that fits is 4' in result.stdout  # the batch_size
     small = run('train.py', *args, '--memory=0.0001', '--assumed_ids=300').stdout
     assert 'a step does not fit 0.0001 GiB; no micro_batch_size fits' in small and 'vocabulary of 300 ids' in small
@@ -365,8 +372,29 @@ def test_a_dry_run_prints_the_data_command_and_the_papers_size():
         command = importlib.import_module(f'config.{config.replace("/", ".")}').make_data
         shown = run('train.py', f'config/{config}.py', '--dry_run').stdout
         assert f'{size} parameters' in shown and command in shown
-        other = run('train.py', f'config/{config}.py', '--dry_run', '--data=data/built/other').stdout
-        assert '--out_dir=data/built/other' in other and command not in other
+
+
+@pytest.mark.parametrize('micro_batch_size', [1, 5, 8, 10])
+@pytest.mark.parametrize('fits', [0, 1, 4, 5, 7, 8, 10])
+def test_a_dry_run_finds_the_largest_micro_batch_in_few_steps(monkeypatch, capsys, micro_batch_size, fits):
+    calls = []
+    monkeypatch.setattr(dry_run, 'activation_bytes', lambda model, dtype, T, n: calls.append(n) or n * 2 ** 30)
+    monkeypatch.setattr(dry_run, 'state_bytes', lambda *args: 0.0)
+    s = train.Settings(batch_size=10, micro_batch_size=micro_batch_size, memory=(fits + 0.5) / 0.95)
+    dry_run.print_memory(s, torch.nn.Linear(1, 1), 1)
+    shown = capsys.readouterr().out
+    assert (f'that fits is {fits}\n' if fits else 'no micro_batch_size fits') in shown and len(calls) <= 5
+
+
+def test_a_validation_window_without_a_counted_token_is_left_out():
+    def model(idx, targets):
+        return {'nll': torch.tensor(2.0 if idx[0, 0] < 2 else math.nan)}
+    model.config = SimpleNamespace(eos_id=2)
+    for first, n in ((1, 32), (2, 0)):  # of two windows, the second has only ends of text
+        data = SimpleNamespace(folder='folder', splits={'val': {'tokens': 65}}, val_batch=lambda windows, T, seed: (
+            torch.full((1, T), 2 if windows[0] else first), torch.ones(1, T)))  # noqa: B023
+        with pytest.raises(UserError, match='input of folder ends a text') if n == 0 else contextlib.nullcontext():
+            assert validation_loss(model, data, 32, None, None, 1, 'cpu') == ({'nll': 2.0}, n)
 
 
 def test_the_resume_command_has_the_folder_and_the_processes_per_machine(monkeypatch):

@@ -1,0 +1,162 @@
+"""Scripts elsewhere than on a plain terminal: notebooks, threads, odd streams and environments."""
+import io
+import os
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from conftest import assert_sentence, config_json, contents, run, succeeded, train_tiny
+
+import train
+from common import checkpoint, machine, run_settings, runs
+from common.files import UserError, friendly_errors
+from common.settings import load_settings
+from common.start import quiet_start
+
+# ---- notebooks, threads, closed streams ----
+
+@pytest.mark.parametrize('stream', [None, io.StringIO()])  # closed; as Jupyter's, without `reconfigure`
+def test_scripts_start_without_ordinary_streams(monkeypatch, stream):
+    monkeypatch.setattr(sys, 'stdout', stream)
+    monkeypatch.setattr(sys, 'stderr', stream)
+    monkeypatch.setenv('MPLBACKEND', 'module://matplotlib_inline.backend_inline')
+    quiet_start()
+    assert os.environ['MPLBACKEND'] == 'agg'
+    for argv in (None, []):
+        with friendly_errors(argv):
+            machine.make_progress()('step 1')
+            machine.say('step 2')
+
+
+def test_a_script_called_from_python_raises_its_errors(tmp_path):
+    with pytest.raises(UserError, match='is not a run folder'):
+        train.main([f'--out_dir={tmp_path / "none"}', '--resume'])
+
+
+def test_training_in_a_thread_leaves_signals_alone():
+    def catch():
+        with machine.catch_signals() as stop:
+            return stop
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(catch).result() == []
+
+
+@pytest.mark.parametrize('is_flushed', [False, True])
+def test_a_full_standard_output_is_named(is_flushed):
+    with open('/dev/full', 'w') as full, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, 'stdout', full)
+        with pytest.raises(SystemExit, match="No space left on device: 'standard output'"), friendly_errors(None):
+            print('a line', flush=is_flushed)
+
+
+def test_progress_is_one_line_of_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv('COLUMNS', '40')
+    monkeypatch.setattr(sys, 'stdout', io.StringIO())
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    progress = machine.make_progress()
+    for line in ('step 1 of 7 ' * 20, 'step 2'):
+        progress(line)
+    machine.say('done ' * 20)
+    erased = sys.stdout.getvalue().split('\r\x1b[K')
+    assert erased == ['', ('step 1 of 7 ' * 20)[:39], 'step 2', 'done ' * 20 + '\n']
+
+
+# ---- environment ----
+
+@pytest.mark.parametrize('text, threads', [('4,2', 4), ('2', 2), ('0', None), ('abc', None), ('', None)])
+def test_the_first_number_of_omp_num_threads_counts(monkeypatch, text, threads):
+    monkeypatch.setenv('OMP_NUM_THREADS', text)
+    assert machine.omp_threads() == threads
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    def in_use(backend):
+        raise dist.DistNetworkError('EADDRINUSE\nmore')
+    monkeypatch.setenv('MASTER_ADDR', 'here')
+    monkeypatch.setenv('MASTER_PORT', '29500')
+    monkeypatch.setattr(machine, 'ranks', lambda: (0, 2, 0, 2))
+    monkeypatch.setattr(dist, 'init_process_group', in_use)
+    with pytest.raises(UserError, match=r'at here:29500 \(EADDRINUSE\).* set MASTER_PORT'):
+        machine.init_distributed('gloo')
+
+
+def test_a_home_folder_is_expanded_on_the_command_line(monkeypatch, tmp_path, tiny_run):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    s, positional, _ = load_settings(train.Settings, ['--out_dir=~/x', '--data=a~/b', '~/config.py'])
+    assert (s.out_dir, s.data, positional) == (f'{tmp_path}/x', 'a~/b', ['~/config.py'])
+    shutil.copytree(tiny_run, tmp_path / 'x')
+    assert run_settings.read_settings(train.Settings, ['--resume', '--out_dir=~/x'])[0].out_dir == f'{tmp_path}/x'
+
+
+# ---- starting and failing ----
+
+def test_a_kernel_that_is_missing_is_a_sentence_before_anything_is_written(tiny_data, tmp_path):
+    for args, said in ((['--model=gdn', '--scan=fla'], 'needs the package fla-core'),
+                       (['--model=gdn', '--scan=fla', '--dry_run'], "use scan = 'auto'"),
+                       (['--attention=triton'], 'use --attention=auto')):
+        assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), said)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match='invalid literal') as error, runs.model_errors('mine'):
+        int('bug')  # a bug of an edited model keeps its traceback
+    assert type(error.value) is ValueError
+
+
+def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path, monkeypatch):
+    (tmp_path / 'wandb.py').write_text('def init(**settings):\n    raise RuntimeError("no api_key")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    out, option = tmp_path / 'new', '--wandb_project=p'
+    old = shutil.copytree(tiny_run, tmp_path / 'old')
+    before = contents(old)
+    assert_sentence(train_tiny(tiny_data, out, option), 'no api_key', 'wandb login')
+    assert_sentence(train_tiny(tiny_data, old, option, '--overwrite'), 'no api_key')
+    assert not out.exists() and contents(old) == before
+    del sys.modules['wandb']
+    monkeypatch.setattr(train, 'train_step', lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_tiny(tiny_data, out)
+    shutil.rmtree(old / 'ckpt/step_00000020')
+    with pytest.raises(ZeroDivisionError):
+        run('train.py', f'--out_dir={old}', '--resume')
+    assert not out.exists() and (old / 'config.json').exists() and checkpoint.checkpoints(old)
+
+
+def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, 'locked_run', lambda *args: io.StringIO())  # a kill cleans nothing up
+        patch.setattr(runs, 'remove', lambda path: path.unlink() if path.name == 'config.json' else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
+    (out / '.lock').touch()
+    assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
+    assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
+    assert config_json(out)['settings']['seed'] == 5
+
+
+# ---- folders of strangers ----
+
+def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_path):
+    for name in ('loss.png', '.loss.png.writing', '.config.json.writing', 'log.jsonl', 'eval.jsonl', '.lock'):
+        out, mine = shutil.copytree(tiny_run, tmp_path / name), tmp_path / f'{name}.mine'
+        mine.write_text('years of work')
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(mine)
+        shutil.rmtree(out / 'ckpt/step_00000020')
+        results = [run('eval.py', out, '--val'), run('train.py', f'--out_dir={out}', '--resume'),
+                   train_tiny(tiny_data, out, '--overwrite', steps=2)]
+        assert mine.read_text() == 'years of work' and not any('Traceback' in r.stderr for r in results), name
+
+
+def test_checkpoints_may_be_kept_elsewhere_but_are_not_overwritten(tiny_data, tiny_run, tmp_path):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
+    disk = shutil.move(out / 'ckpt', tmp_path / 'disk')
+    (out / 'ckpt').symlink_to(disk)
+    before = contents(disk)
+    assert_sentence(train_tiny(tiny_data, out, '--overwrite'), 'ckpt is a link, and --overwrite would delete')
+    assert contents(disk) == before
+    shutil.rmtree(disk / 'step_00000020')
+    succeeded(run('train.py', f'--out_dir={out}', '--resume'))
+    assert (out / 'ckpt').is_symlink() and checkpoint.load_checkpoint(out)[0]['step'] == 20

@@ -39,11 +39,6 @@ import torch.nn.functional as F
 from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
                           make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
-try:
-    from scans import attention as triton_kernels
-except ModuleNotFoundError:  # the folder scans/ is optional
-    triton_kernels = None
-
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed
     'sps': (X, RHO),  # state in x, prediction in rho
@@ -82,8 +77,6 @@ class Config:
 
     def __post_init__(self):
         check_shape(self)
-        if self.attention == 'triton' and triton_kernels is None:
-            raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
         self.n_ffn = self.n_ffn or 3 * self.n_embd
         if self.n_ids >= self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
@@ -127,6 +120,15 @@ class Block(nn.Module):
         return h + self.ffn_out(F.silu(gate) * up)
 
 
+def triton_kernels():
+    """Return scans/attention.py, loaded where it is used."""
+    try:
+        from scans import attention
+    except ModuleNotFoundError:
+        raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
+    return attention
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -135,7 +137,7 @@ class Model(nn.Module):
         windows = [config.persistent_window if stream in persistent else config.window for stream in BOTH]
         self.w_x, self.w_rho = (2 ** 30 if w is None else w for w in windows)  # how far back queries see each stream
         if config.attention == 'triton':
-            triton_kernels.check(self.sees, config.head_size)
+            triton_kernels().check(self.sees, config.head_size)
         self.n_x_layers = config.n_layer - (config.predict_layers or config.n_layer)  # bottom layers with x alone
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # E; row n_ids is <predict>
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -196,7 +198,7 @@ class Model(nn.Module):
         for keys, queries in dict.fromkeys(map(self.streams, range(c.n_layer))):
             if c.attention == 'triton':
                 reaches = [self.w_x, self.w_rho][:len(keys)]
-                masks[keys, queries] = triton_kernels.make_mask(T, idx.device, doc_start, reaches, queries[0])
+                masks[keys, queries] = triton_kernels().make_mask(T, idx.device, doc_start, reaches, queries[0])
             else:
                 masks[keys, queries] = make_mask(self, T, idx.device, doc_start, keys, queries)
         return self._run_blocks(idx, rope, masks)

@@ -20,11 +20,6 @@ import torch.nn.functional as F
 from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
                           make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
-try:
-    from scans import attention as triton_kernels
-except ModuleNotFoundError:  # the folder scans/ is optional
-    triton_kernels = None
-
 
 @dataclass
 class Config:
@@ -52,8 +47,6 @@ class Config:
 
     def __post_init__(self):
         check_shape(self)
-        if self.attention == 'triton' and triton_kernels is None:
-            raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
 
@@ -85,13 +78,22 @@ class Block(nn.Module):
         return h + self.ffn_out(F.silu(gate) * up)
 
 
+def triton_kernels():
+    """Return scans/attention.py, loaded where it is used."""
+    try:
+        from scans import attention
+    except ModuleNotFoundError:
+        raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
+    return attention
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.reach = 2 ** 30 if config.window is None else config.window  # past positions that a query sees
         if config.attention == 'triton':
-            triton_kernels.check(self.sees, config.head_size)
+            triton_kernels().check(self.sees, config.head_size)
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -126,7 +128,7 @@ class Model(nn.Module):
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
         doc_start = document_starts(idx, c.eos_id)
         if c.attention == 'triton':
-            mask = triton_kernels.make_mask(T, idx.device, doc_start, [self.reach])
+            mask = triton_kernels().make_mask(T, idx.device, doc_start, [self.reach])
         else:
             mask = make_mask(self, T, idx.device, doc_start)
         return self._run_blocks(idx, rope, mask)

@@ -8,7 +8,9 @@ The standard Transformer's pattern is
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
 Everything else is derived from it: attention tiles on a CPU, FlexAttention's block mask on a GPU,
-masks for decoding, and the size of the KV cache. An edited pattern both trains and decodes.
+masks for decoding, and the size of the KV cache. An edited pattern both trains and decodes. If
+layers differ, `sees` is a list with a pattern for each layer, and masks are lists, too. A model may
+add `score_bias(q, k, head)` to its scores: a function of tokens and heads, like `sees`.
 
     patterns        Tokens, document_starts, make_mask, attention
     layers          check_shape, rope_table and rotate, checkpointed
@@ -85,51 +87,81 @@ class Mask(NamedTuple):
     data: Any = None
 
 
+def each_layer(patterns, make):
+    """Return make(pattern); for a list with a pattern for each layer, a list (equal ones share)."""
+    if not isinstance(patterns, list):
+        return make(patterns)
+    made = {pattern: make(pattern) for pattern in dict.fromkeys(patterns)}
+    return [made[pattern] for pattern in patterns]
+
+
 @outside_graphs
 def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     """Prepare the attention of whole sequences by model.sees: once per step, for all layers.
 
     doc_start: (B, T) int64 from `document_starts`, or None for one document; keys, queries: tuples
     of streams (queries=None: the same as keys). Without documents, the model keeps its last mask of
-    each pair of streams for the next step.
+    each pattern and pair of streams for the next step.
     """
-    queries, device, sees = queries or keys, torch.device(device), model.sees
+    queries, device = queries or keys, torch.device(device)
     may_compile = torch.is_grad_enabled() or T % FLEX_BLOCK == 0  # not for prompts
-    if doc_start is not None:
-        return _new_mask(model, T, device, doc_start, keys, queries, may_compile)
     numbers = [x for x in vars(model).values() if isinstance(x, int)]  # `sees` may read them
-    made_for = T, device, may_compile, torch.is_autocast_enabled('cpu'), getattr(sees, '__func__', sees), numbers
-    kept = vars(model).setdefault('kept_masks', {})
-    if (keys, queries) not in kept or kept[keys, queries][0] != made_for:
-        with torch.inference_mode(False), torch.no_grad():
-            kept[keys, queries] = made_for, _new_mask(model, T, device, None, keys, queries, may_compile)
-    return kept[keys, queries][1]
+    made_for = T, device, may_compile, torch.is_autocast_enabled('cpu'), numbers
+
+    def make(sees):
+        if doc_start is not None:
+            return _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile)
+        kept, name = vars(model).setdefault('kept_masks', {}), (getattr(sees, '__func__', sees), keys, queries)
+        if kept.get(name, (None,))[0] != made_for:
+            with torch.inference_mode(False), torch.no_grad():
+                kept[name] = made_for, _new_mask(model, sees, T, device, None, keys, queries, may_compile)
+        return kept[name][1]
+    return each_layer(model.sees, make)
 
 
-def _new_mask(model, T, device, doc_start, keys, queries, may_compile):
+def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
     """Return the mask of whole sequences. may_compile: False for lengths that hardly recur."""
-    sees, c = model.sees, model.config
-    is_one = keys == queries == (0,) and doc_start is None  # stream, document
+    c, bias = model.config, getattr(model, 'score_bias', None)
+    is_one = keys == queries == (0,) and doc_start is None and bias is None  # stream, document
     if is_one and (device.type == 'cuda' or device.type == 'cpu' and not torch.is_autocast_enabled('cpu')):
         seen = _whole_mask(sees, T, None, keys, queries, device)
         if torch.equal(seen, torch.ones_like(seen).tril()):
             return Mask('causal')  # in bf16, a CPU is up to twice as fast with tiles
     if device.type == 'cpu':
-        return Mask('tiles', list(_tiles(sees, T, doc_start, keys, queries, device)))
+        return Mask('tiles', list(_tiles(sees, bias, c.n_head, T, doc_start, keys, queries, device)))
     if device.type == 'cuda' and 16 <= c.head_size <= 256 and may_compile:  # it compiles a kernel per length
-        return Mask('flex', make_block_mask(sees, T, device, doc_start, keys, queries))
-    return dense_mask(_whole_mask(sees, T, doc_start, keys, queries, device), c)
+        return Mask('flex', flex_mask(sees, bias, T, device, doc_start, keys, queries))
+    return dense_mask(model, sees, sequence(T, queries, device, doc_start), sequence(T, keys, device))
 
 
-def dense_mask(seen, config, dtype=None):
-    """Return a Mask of booleans (1 or B, n_q, n_k). dtype: of the keys, to make it a bias once."""
-    seen = seen.repeat(1, config.n_head // config.n_kv_head, 1).unsqueeze(1)  # see `_dense_sdpa`
-    if dtype is not None:  # else every layer would make the same bias of 0 and -inf
-        seen = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float('-inf'))
-    return Mask('dense', seen)
+def dense_mask(model, sees, q, k, dtype=None):
+    """Return the Mask of tokens q, k with fields (1 or B, n). dtype: of cached keys.
+
+    With a dtype it is a bias, because otherwise every layer would make the same one of booleans.
+    """
+    seen, c, bias = _seen(sees, q, k).unsqueeze(1), model.config, getattr(model, 'score_bias', None)
+    if bias is not None:
+        seen = _additive(seen, bias, c.n_head, q, k).unflatten(1, (c.n_kv_head, -1)).flatten(2, 3)  # see `_dense_sdpa`
+    else:
+        seen = seen.repeat(1, 1, c.n_head // c.n_kv_head, 1)
+        seen = seen if dtype is None else _additive(seen)
+    return Mask('dense', seen if dtype is None else seen.to(dtype))
 
 
-def _sequence(T, streams, device, doc_start=None):
+def _additive(seen, bias=None, n_head=1, q=None, k=None):
+    """Return fp32 scores to add, -inf where not seen. seen: (1 or B, 1, n_q, n_k), -> H heads.
+
+    bias: `score_bias`, or None for 0 and one head; q, k: tokens with fields (1 or B, n).
+    """
+    scores = torch.zeros((), device=seen.device)
+    if bias is not None:
+        q = Tokens(*(x[:, None, :, None] for x in q))
+        k = Tokens(*(x[:, None, None, :] for x in (k.pos, k.stream)))
+        scores = bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]).float()
+    return torch.where(seen, scores, float('-inf'))
+
+
+def sequence(T, streams, device, doc_start=None):
     """Return the `Tokens` of [x | rho] or of one stream: int32 for speed, (1 or B, S T)."""
     pos = torch.arange(T, device=device, dtype=torch.int32).repeat(1, len(streams))
     stream = torch.tensor([streams], device=device, dtype=torch.int32).repeat_interleave(T, 1)
@@ -144,7 +176,7 @@ def _seen(sees, q, k):
 
 def _whole_mask(sees, T, doc_start, keys, queries, device):
     """Return the pattern of whole sequences as booleans (1 or B, n_q, n_k)."""
-    return _seen(sees, _sequence(T, queries, device, doc_start), _sequence(T, keys, device))
+    return _seen(sees, sequence(T, queries, device, doc_start), sequence(T, keys, device))
 
 
 def attention(q, k, v, mask):
@@ -159,7 +191,7 @@ def attention(q, k, v, mask):
         return _dense_sdpa(q, k, v, mask.data)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, n, D)
     if mask.kind == 'flex':
-        out = _flex_attention(q, k, v, mask.data)
+        out = _flex_attention(q, k, v, *mask.data)
     elif mask.kind == 'tiles':
         out = _tiled_attention(q, *_repeat_heads(q, k, v), mask.data)
     else:
@@ -180,16 +212,18 @@ def _dense_sdpa(q, k, v, seen):
     """
     dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[2]
     q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    seen = seen if seen.dtype == torch.bool else seen.to(k.dtype)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), seen)
     return out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
 
 # ---- on a GPU: FlexAttention ----
 
-def make_block_mask(sees, T, device, doc_start, keys, queries):
-    """Make FlexAttention's BlockMask: the 128 x 128 blocks to visit and the masks inside them.
+def flex_mask(sees, bias, T, device, doc_start, keys, queries):
+    """Make FlexAttention's BlockMask and score_mod (None without a `score_bias`).
 
-    Equal to PyTorch's `create_block_mask`, whose sorts take minutes to compile.
+    The BlockMask has the 128 x 128 blocks to visit and the masks inside them. It equals PyTorch's
+    `create_block_mask`, whose sorts take minutes to compile.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -197,16 +231,23 @@ def make_block_mask(sees, T, device, doc_start, keys, queries):
         second = (index >= T).int()  # cheaper than % and //, and than a gather
         return index - T * second, streams[0] + second
 
-    def mask_mod(b, h, q_idx, k_idx):
+    def tokens(b, q_idx, k_idx):
         pos, stream = position_and_stream(q_idx, queries)
         start = torch.zeros_like(pos) if doc_start is None else doc_start[b, pos]
-        return sees(Tokens(pos, stream, start), Tokens(*position_and_stream(k_idx, keys)))
+        return Tokens(pos, stream, start), Tokens(*position_and_stream(k_idx, keys))
+
+    def mask_mod(b, h, q_idx, k_idx):
+        return sees(*tokens(b, q_idx, k_idx))
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return score + bias(*tokens(b, q_idx, k_idx), h)
 
     B, n_q, n_k = 1 if doc_start is None else len(doc_start), len(queries) * T, len(keys) * T
     make_lists = _compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
     with torch.no_grad():  # otherwise compiled twice, with and without gradients
         lists = make_lists(mask_mod, B, n_q, n_k, device)
-    return BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
+    block_mask = BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
+    return block_mask, None if bias is None else score_mod
 
 
 def _block_lists(mask_mod, B, n_q, n_k, device):
@@ -229,12 +270,12 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
     return lists
 
 
-def _flex_attention(q, k, v, block_mask):
+def _flex_attention(q, k, v, block_mask, score_mod):
     from torch.nn.attention.flex_attention import flex_attention
     run = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     if q.shape[2] < FLEX_BLOCK:  # PyTorch's kernel for short queries: in 2.11 it ignores a slice's offset (issue
         q, (k, v) = q.contiguous(), _repeat_heads(q, k, v)  # 175325), and it wants a power of two as group size
-    return run(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+    return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 _compiled = functools.cache(torch.compile)
@@ -242,16 +283,18 @@ _compiled = functools.cache(torch.compile)
 
 # ---- on a CPU: tiles ----
 
-def _tiles(sees, T, doc_start, keys, queries, device):
-    """Yield each tile's query rows and key ranges (lists of slices), and its bias of 0 or -inf."""
-    q, k = _sequence(T, queries, device, doc_start), _sequence(T, keys, device)
+def _tiles(sees, bias, n_head, T, doc_start, keys, queries, device):
+    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask."""
+    q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
     step = TILE_ROWS // len(queries)
     for a in range(0, T, step):
         rows = [slice(s * T + a, s * T + min(a + step, T)) for s in range(len(queries))]
-        seen = _seen(sees, Tokens(*(torch.cat([x[:, part] for part in rows], 1) for x in q)), k)
+        q_tile = Tokens(*(torch.cat([x[:, part] for part in rows], 1) for x in q))
+        seen = _seen(sees, q_tile, k)
         ranges = _key_ranges(seen.any(0).any(0), T)
         seen = torch.cat([seen[..., part] for part in ranges], -1).unsqueeze(1)
-        yield rows, ranges, torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float('-inf'))
+        k_tile = Tokens(*(torch.cat([x[:, part] for part in ranges], 1) for x in k))
+        yield rows, ranges, _additive(seen, bias, n_head, q_tile, k_tile)
 
 
 def _key_ranges(needed, T):
@@ -370,10 +413,12 @@ def n_matrix_weights(module):
 
 def mean_keys(sees, T, keys=(0,), queries=None):
     """Return how many keys the queries of a position attend to, mean over T (sampled if > 2048)."""
+    if isinstance(sees, list):
+        return sum(mean_keys(pattern, T, keys, queries) for pattern in sees) / len(sees)
     queries, n = queries or keys, min(T, 2 ** 22 // T + 1)
     pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().long()
-    q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in _sequence(T, queries, 'cpu')))
-    return _seen(sees, q, _sequence(T, keys, 'cpu')).sum().item() / len(pos)
+    q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in sequence(T, queries, 'cpu')))
+    return _seen(sees, q, sequence(T, keys, 'cpu')).sum().item() / len(pos)
 
 
 def parse_rope_scaling(text):
@@ -504,18 +549,16 @@ class KVCache:
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run=1, device=None, dtype=None, n_streams=1, n_layer=None):
-        sees, c, weight = model.sees, model.config, model.embed.weight
+        c, weight = model.config, model.embed.weight
         device, dtype = device or weight.device, dtype or weight.dtype
         self.model, self.max_tokens, self.max_run = model, max_tokens, max_run
         self.n_streams, self.eos_id = n_streams, c.eos_id
         self.piece_len = max(max_run, 4)  # shorter pieces would make long runs slow
-        reaches = [_reach(sees, max_tokens, stream, n_streams, device) for stream in range(n_streams)]
-        self.sizes = [min(max_tokens, reach + self.piece_len) for reach in reaches]  # slots of each stream
-        self.edge, self.spare = sum(self.sizes[1:]), sum(self.sizes)  # x starts at `edge`, rho ends before it
-        shape = (n_layer or c.n_layer, batch_size, c.n_kv_head, self.spare + 1, c.head_size)
-        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.slot_pos = torch.full((batch_size, self.spare + 1), EMPTY_SLOT, device=device)
-        self.slot_stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
+        self.slots = each_layer(model.sees, lambda sees: Slots(
+            sees, batch_size, max_tokens, self.piece_len, n_streams, device))
+        self.layers = self.slots if isinstance(self.slots, list) else [self.slots] * (n_layer or c.n_layer)
+        shapes = [(batch_size, c.n_kv_head, slots.spare + 1, c.head_size) for slots in self.layers]
+        self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(2))
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # per position
         self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # last h of the last call
@@ -527,7 +570,9 @@ class KVCache:
     @property
     def nbytes(self):
         """Return the bytes of all tensors."""
-        return sum(x.nbytes for x in (*vars(self).values(), *self.rope) if isinstance(x, torch.Tensor))
+        slots = [x for slots in dict.fromkeys(self.layers) for x in vars(slots).values()]
+        return sum(x.nbytes for x in (*vars(self).values(), *self.rope, *self.k, *self.v, *slots)
+                   if isinstance(x, torch.Tensor))
 
     def runs(self, tokens, lengths=None, piece_len=None):
         """Yield new tokens (B, n) as `Run`s. lengths: (B,) tokens per right-padded row, each >= 1.
@@ -545,7 +590,7 @@ class KVCache:
                 raise ValueError(f'a row of {longest} tokens does not fit a cache of max_tokens = {self.max_tokens}')
         is_prefill = is_long and piece_len is None and not self.lengths.any()
         if piece_len is None:
-            has_ring = min(self.sizes) < self.max_tokens
+            has_ring = min(min(slots.sizes) for slots in self.layers) < self.max_tokens
             piece_len = self.piece_len if has_ring and is_long and not is_prefill else n
         for a in range(0, n, piece_len):
             piece = tokens[:, a:a + piece_len]
@@ -553,34 +598,19 @@ class KVCache:
             yield self.run
             self.lengths += self.run.n_new
 
-    def _slots(self, positions, end):
-        """Return slots (B, S n) for positions (B, n); positions >= end (B, 1) are padding."""
-        slots = []
-        for stream, size in enumerate(self.sizes):
-            slot = self.edge - 1 - positions % size if stream else self.edge + positions % size
-            # only the last `size` tokens get a slot
-            slots.append(torch.where((positions < end) & (positions >= end - size), slot, self.spare))
-        return torch.cat(slots, 1)
-
-    def used_slots(self, n_streams, end):
-        """Return the slots in use after `end` positions (None: all slots), as a slice."""
-        x, *rho = (size if end is None else min(size, end) for size in self.sizes[:n_streams])
-        return slice(self.edge - sum(rho), self.edge + x)
-
     def append(self, layer, k, v):
         """Store a run's k and v (B, S n, HK, D), S streams, and return all that it attends to.
 
         These are the run itself in a prefill, otherwise views of the slots covered by `Run.mask`.
         Calling it again for the same run overwrites the run's entries.
         """
-        run = self.run
-        k_cache, v_cache = self.k[layer], self.v[layer]
-        slots = run.slots[:, :k.shape[1]]
-        k_cache[self.batch_idx, :, slots] = k.to(k_cache.dtype)
-        v_cache[self.batch_idx, :, slots] = v.to(v_cache.dtype)
+        run, slots, k_cache, v_cache = self.run, self.layers[layer], self.k[layer], self.v[layer]
+        placed = run.placed[slots][:, :k.shape[1]]
+        k_cache[self.batch_idx, :, placed] = k.to(k_cache.dtype)
+        v_cache[self.batch_idx, :, placed] = v.to(v_cache.dtype)
         if run.is_prefill:
             return k, v
-        used = self.used_slots(k.shape[1] // run.tokens.shape[1], run.end)
+        used = slots.used(k.shape[1] // run.tokens.shape[1], run.end)
         return k_cache[:, :, used].transpose(1, 2), v_cache[:, :, used].transpose(1, 2)
 
     def tail(self, n):
@@ -604,10 +634,38 @@ class KVCache:
         self.drafted = 0
 
 
+class Slots:
+    """What the slots of a `KVCache` hold, for the layers that share a pattern: pos and stream."""
+
+    def __init__(self, sees, batch_size, max_tokens, piece_len, n_streams, device):
+        self.sees = sees
+        reaches = [_reach(sees, max_tokens, stream, n_streams, device) for stream in range(n_streams)]
+        self.sizes = [min(max_tokens, reach + piece_len) for reach in reaches]  # slots of each stream
+        self.edge, self.spare = sum(self.sizes[1:]), sum(self.sizes)  # x starts at `edge`, rho ends before it
+        self.pos = torch.full((batch_size, self.spare + 1), EMPTY_SLOT, device=device)
+        self.stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
+
+    def place(self, positions, end, batch_idx):
+        """Return slots (B, S n) for positions (B, n); positions >= end (B, 1) are padding."""
+        placed = []
+        for stream, size in enumerate(self.sizes):
+            slot = self.edge - 1 - positions % size if stream else self.edge + positions % size
+            # only the last `size` tokens get a slot
+            placed.append(torch.where((positions < end) & (positions >= end - size), slot, self.spare))
+        placed, pos = torch.cat(placed, 1), positions.repeat(1, len(self.sizes))
+        self.pos[batch_idx, placed] = torch.where(placed < self.spare, pos, EMPTY_SLOT)
+        return placed
+
+    def used(self, n_streams, end):
+        """Return the slots in use after `end` positions (None: all slots), as a slice."""
+        x, *rho = (size if end is None else min(size, end) for size in self.sizes[:n_streams])
+        return slice(self.edge - sum(rho), self.edge + x)
+
+
 def _reach(sees, n, stream, n_streams, device):
     """Return the longest distance from a query to a key of this stream, over n positions."""
     device = 'cpu' if torch.device(device).type == 'meta' else device
-    key, queries = (_sequence(n, streams, device) for streams in ([stream], [*range(n_streams)]))
+    key, queries = (sequence(n, streams, device) for streams in ([stream], [*range(n_streams)]))
     step, reach = max(1, 2 ** 22 // n), 0
     for b in range(n, 0, -step):  # from the end, where distances are longest
         if reach < b - 1:
@@ -632,10 +690,8 @@ class Run:
         self.positions = (cache.lengths[:, None] + offsets).minimum(end)
         self.end = int(end.max()) if tokens.device.type == 'cpu' else None
         self.doc_start = self._document_starts()
-        self.slots = cache._slots(self.positions, end)
-        pos = self.positions.repeat(1, cache.n_streams)
-        cache.slot_pos[cache.batch_idx, self.slots] = torch.where(self.slots < cache.spare, pos, EMPTY_SLOT)
-        self.rope = tuple(table[pos] for table in cache.rope)
+        self.placed = {each: each.place(self.positions, end, cache.batch_idx) for each in dict.fromkeys(cache.layers)}
+        self.rope = tuple(table[self.positions.repeat(1, cache.n_streams)] for table in cache.rope)
 
     def _document_starts(self):
         """Return where each token's document starts (B, n), and update the cache's doc_start."""
@@ -651,15 +707,19 @@ class Run:
 
     def mask(self, keys=(0,), queries=None):
         """Return the mask of the run's queries over the keys that `KVCache.append` returns."""
-        cache, model, queries = self.cache, self.cache.model, queries or keys
+        return each_layer(self.cache.slots, lambda slots: self._mask(slots, keys, queries or keys))
+
+    def _mask(self, slots, keys, queries):
+        cache, model = self.cache, self.cache.model
         if self.is_prefill:
+            (_, T), device = self.tokens.shape, self.tokens.device
             doc_start = None if cache.eos_id is None else self.doc_start
-            return _new_mask(model, self.tokens.shape[1], self.tokens.device, doc_start, keys, queries, False)
+            return _new_mask(model, slots.sees, T, device, doc_start, keys, queries, False)
         stream = torch.cat([torch.full_like(self.positions, stream) for stream in queries], 1)
         q = Tokens(self.positions.repeat(1, len(queries)), stream, self.doc_start.repeat(1, len(queries)))
-        used = cache.used_slots(len(keys), self.end)
-        k = Tokens(cache.slot_pos[:, used], cache.slot_stream[:, used])
-        return dense_mask(_seen(model.sees, q, k), model.config, cache.k.dtype)
+        used = slots.used(len(keys), self.end)
+        k = Tokens(slots.pos[:, used], slots.stream[:, used])
+        return dense_mask(model, slots.sees, q, k, cache.hidden.dtype)
 
 
 # ---- digests ----

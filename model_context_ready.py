@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_kernels import (CrossEntropy, KVCache, Tokens, attention, check_shape, checkpointed, chunked_loss, dense_mask,
                           document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
-                          rope_table, rotate)
+                          rope_table, rotate, sequence)
 
 try:
     from scans import context_ready, pinned
@@ -170,7 +170,7 @@ class Cache(KVCache):
         super().__init__(model, batch_size, max_tokens, max_run, device, dtype)
         # z[:, 0] is of the token before the last call, z[:, 1 + i] of the token in hidden[:, i]: a
         # rollback can resume from any of them. The initial zeros are the paper's z_{-1}.
-        self.z = self.k.new_zeros(batch_size, max_run + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
+        self.z = self.hidden.new_zeros(batch_size, max_run + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
         self.n_unrolls = None  # unrolls in the last parallel prefill
 
     def last_z(self):
@@ -373,16 +373,14 @@ class Model(nn.Module):
         Activation checkpointing: the backward pass recomputes one segment of positions at a time.
         """
         e, doc_start, starts, rope = self.prepare(idx)
-        B, T, _ = e.shape
-        position, stream = torch.arange(T, device=idx.device), torch.zeros(T, device=idx.device, dtype=torch.int64)
-        q = Tokens(position[:, None], stream[:, None], 0 if doc_start is None else doc_start[..., None])
-        seen = self.sees(q, Tokens(position, stream)).expand(B, T, T)
+        T = e.shape[1]
+        q, k = sequence(T, (0,), idx.device, doc_start), sequence(T, (0,), idx.device)
 
         def segment(start, z, past):
             zs, past = [], Past(past)  # a copy, because the backward pass runs this again
             for t in range(start, min(start + self.config.segment_len, T)):
                 at = slice(t, t + 1)
-                mask = dense_mask(seen[:, at, :t + 1], self.config)
+                mask = dense_mask(self, self.sees, Tokens(*(x[:, at] for x in q)), Tokens(*(x[:, :t + 1] for x in k)))
                 z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
                 zs.append(z)
             return torch.cat(zs, 1), past

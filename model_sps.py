@@ -137,7 +137,7 @@ class Model(nn.Module):
         windows = [config.persistent_window if stream in persistent else config.window for stream in BOTH]
         self.w_x, self.w_rho = (2 ** 30 if w is None else w for w in windows)  # how far back queries see each stream
         if config.attention == 'triton':
-            triton_kernels().check(self.sees, config.head_size)
+            triton_kernels().check(self)
         self.n_x_layers = config.n_layer - (config.predict_layers or config.n_layer)  # bottom layers with x alone
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # E; row n_ids is <predict>
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))

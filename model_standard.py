@@ -93,7 +93,7 @@ class Model(nn.Module):
         self.config = config
         self.reach = 2 ** 30 if config.window is None else config.window  # past positions that a query sees
         if config.attention == 'triton':
-            triton_kernels().check(self.sees, config.head_size)
+            triton_kernels().check(self)
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)

@@ -15,7 +15,7 @@ import torch
 
 import model_sps
 import model_standard
-from attn_kernels import Mask, _whole_mask, attention, dense_mask, document_starts, make_mask
+from attn_kernels import Mask, _whole_mask, attention, dense_mask, document_starts, make_mask, sequence
 from bench import DEVICE, GPU, alternate, graphed, measure
 from common import gpu
 from scans import attention as triton_kernels
@@ -45,7 +45,8 @@ def compare(pattern: str, documents: bool, T: int, D: int, dtype, rounds: int) -
         reaches = [model.w_x, model.w_rho] if len(streams) == 2 else [model.reach]
         sides['triton'] = triton_kernels.make_mask(T, DEVICE, doc_start, reaches)
     else:
-        sides['dense mask'] = dense_mask(pairs, model.config)
+        keys = sequence(T, streams, DEVICE)
+        sides['dense mask'] = dense_mask(model, model.sees, sequence(T, streams, DEVICE, doc_start), keys)
     if pattern == 'causal':  # with documents, this side also computes pairs that the pattern excludes
         sides['is_causal'] = Mask('causal')
     grad, calls = torch.randn_like(q), 10 if GPU else 1

@@ -1,7 +1,6 @@
 """Triton kernels for the attention of model_standard.py and model_sps.py: --attention=triton.
 
-They implement the patterns whose digests are in PINS. Each stream of keys has its own reach, and a
-query sees one contiguous range of its keys:
+They implement the patterns of PINS. A query sees one contiguous range of each stream's keys:
 
     max(doc_start, q.pos - reach) <= k.pos <= q.pos - strict    strict: 1 for x seeing rho, else 0
 
@@ -36,13 +35,14 @@ TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a til
 }
 
 
-def check(sees, head_size):
-    """Raise ValueError unless the kernels implement this pattern and head size."""
+def check(model):
+    """Raise ValueError unless the kernels implement the attention of this model."""
+    sees, head_size = model.sees, model.config.head_size
     if head_size not in (32, 64, 128):
-        raise ValueError(f'the Triton kernels support head sizes 32, 64 and 128, not {head_size}: use --attention=auto')
-    if digest(sees) not in PINS:
-        raise ValueError(f'`{sees.__qualname__}` has been edited, and the Triton kernels do not implement the edit: '
-                         'use --attention=auto')
+        raise ValueError(f'Triton kernels support head sizes 32, 64 and 128, not {head_size}: use --attention=auto')
+    if isinstance(sees, list) or hasattr(model, 'score_bias') or digest(sees) not in PINS:
+        raise ValueError(f'the attention of {type(model).__module__} has been edited, and the Triton kernels do not '
+                         'implement the edit: use --attention=auto')
 
 
 def make_mask(T, device, doc_start, reaches, first=0):

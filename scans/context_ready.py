@@ -29,14 +29,15 @@ import torch.nn.functional as F
 
 import attn_kernels
 
-PIN = '5e54dea2652f2992'
+PIN = '4b9d02ec8a59930a'
 
 
 def implements(model_file):
     """Return the code that this file re-implements, so that edits to it are detected."""
     m, k = model_file, attn_kernels
-    return [m.FFN, m.Block, m.Model.__init__, m.Model.sees, m.Model.correct, m.Model.step, m.Model.loop, k.rotate,
-            k.attention, k._dense_sdpa]
+    bias = [m.Model.score_bias] if hasattr(m.Model, 'score_bias') else []  # not implemented here
+    return [*bias, m.FFN, m.Block, m.Model.__init__, m.Model.sees, m.Model.correct, m.Model.step, m.Model.loop,
+            k.rotate, k.attention, k._dense_sdpa]
 
 
 def stream(model, idx, graphs=True):

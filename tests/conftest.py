@@ -258,13 +258,14 @@ def rotary(x, position, theta=10000.0):
     return torch.cat([y.real, y.imag], -1)
 
 
-def dense_attention(q, k, v, seen):
+def dense_attention(q, k, v, seen, bias=0.0):
     """Dense masked attention: scores, mask, softmax. Exact in float64.
 
-    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); seen: (..., n_q, n_k), True where a query sees a key.
+    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); seen: (..., n_q, n_k), True where a query sees a key;
+    bias: (H, n_q, n_k), added to the scores.
     """
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum('bqhd,bkhd->bhqk', q, k) * q.shape[-1] ** -0.5 + bias
     scores = scores.masked_fill(~seen.unsqueeze(-3), float('-inf'))
     return torch.einsum('bhqk,bkhd->bqhd', scores.softmax(-1), v)
 

@@ -90,7 +90,7 @@ def test_attention_equals_dense_masked_attention(method, values, T, kind, querie
         want = gradients(lambda q, k, v: dense_attention(q, k, v, seen), *(x.double() for x in rounded))
         got = gradients(lambda q, k, v: K.attention(q, k, v, mask), *(x.to(device) for x in rounded))
         assert_close([x.cpu() for x in got], want, tolerance)
-    block_mask = K.make_block_mask(model.sees, T, 'cpu', doc_start, keys, queries)
+    block_mask, _ = K.flex_mask(model.sees, None, T, 'cpu', doc_start, keys, queries)
     got = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=H != HK)
     want = dense_attention(*(x.double() for x in (q, k, v)), seen)
     assert_close([got.transpose(1, 2)], [want], 1e-5)
@@ -99,7 +99,7 @@ def test_attention_equals_dense_masked_attention(method, values, T, kind, querie
 @pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps', 'two_x_memory'])
 def test_flex_attention_visits_at_most_15_percent_more_pairs_than_needed(method):
     T, sees = 4096, pattern(method).sees
-    blocks = K.make_block_mask(sees, T, 'cpu', None, BOTH, BOTH)
+    blocks, _ = K.flex_mask(sees, None, T, 'cpu', None, BOTH, BOTH)
     visited = (blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()).item() * 128 ** 2
     needed = K._whole_mask(sees, T, None, BOTH, BOTH, 'cpu').sum().item()
     print(f'{method}: {visited / 1e6:.1f}M pairs visited, {needed / 1e6:.1f}M needed: {visited / needed:.3f}')
@@ -118,7 +118,7 @@ def test_block_masks_equal_those_of_pytorch(method, values, queries, T):
     with_sinks = functools.partial(sinks(type(model).sees), model)
     for sees in (model.sees, every_third, with_sinks):
         for kind in (None, 'edges', 'many'):
-            got = K.make_block_mask(sees, T, 'cpu', documents(kind, 2, T), keys, queries)
+            got, _ = K.flex_mask(sees, None, T, 'cpu', documents(kind, 2, T), keys, queries)
             B = 1 if kind is None else 2
             want = create_block_mask(got.mask_mod, B, None, len(queries) * T, len(keys) * T, 'cpu')
             for name in BLOCK_LISTS:
@@ -176,9 +176,9 @@ def test_masks_without_documents_are_kept_until_the_pattern_changes():
 @pytest.mark.parametrize('window, slots', [(None, 100), (0, 4), (5, 9), (200, 100)])
 def test_cache_size_follows_the_reach_of_the_pattern(window, slots):
     cache = model_standard.Model(model_standard.Config(**SINGLE, window=window)).new_cache(1, 100)
-    assert cache.k.shape[3] == slots + 1  # plus the spare slot
+    assert cache.k[0].shape[2] == slots + 1  # plus the spare slot
     cache = model_sps.Model(model_sps.Config(**SINGLE, window=window)).new_cache(1, 100)
-    assert cache.k.shape[3] == 100 + slots + 1
+    assert cache.k[0].shape[2] == 100 + slots + 1
     early = lambda q, k: (k.pos <= q.pos) & ((q.pos - k.pos <= 5) | (q.pos == 1000))
     assert K._reach(early, 3000, 0, 1, 'cpu') == 1000  # evaluated in chunks
 

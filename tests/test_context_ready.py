@@ -336,8 +336,8 @@ def test_a_converted_model_has_the_logits_of_its_source(variant, block):
 def test_compiled_unrolls_end_when_attention_is_in_the_graph(monkeypatch):
     """Compiled code runs a generator to its end, but the generator of unrolls is infinite."""
     def make_mask(model, T, device, doc_start):
-        seen = attn_kernels._whole_mask(model.sees, T, doc_start, (0,), (0,), device)
-        return attn_kernels.dense_mask(seen, model.config)
+        q, k = attn_kernels.sequence(T, (0,), device, doc_start), attn_kernels.sequence(T, (0,), device)
+        return attn_kernels.dense_mask(model, model.sees, q, k)
     monkeypatch.setattr(model_context_ready, 'make_mask', attn_kernels.outside_graphs(make_mask))
     model, idx = make(K=3).train(), tokens()
     want = model(idx, idx)['loss']
@@ -396,7 +396,7 @@ def test_costs_equal_the_flops_and_the_cache_of_one_token(values, monkeypatch):
         model.head_input(z) @ model.head.weight[:c.n_ids].T
     cache, found = model.new_cache(1, 8), analysis.context_ready.costs(model)
     assert found['multiply_adds_per_token'] == counter.get_total_flops() / 2
-    assert found['cache_bytes_per_token'] == cache.k[:, :, :, 0].nbytes + cache.v[:, :, :, 0].nbytes
+    assert found['cache_bytes_per_token'] == sum(x[:, :, 0].nbytes for x in (*cache.k, *cache.v))
 
 
 # ---- through train.py ----

@@ -108,14 +108,25 @@ def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])
 def test_kernels_reject_what_they_do_not_implement(name, monkeypatch):
-    sees, cpu = runs.model_file(name).Model.sees, torch.device('cpu')
+    module, cpu = runs.model_file(name), torch.device('cpu')
+
+    def make(head_size=64):
+        values = dict(n_layer=1, n_head=2, n_embd=2 * head_size, vocab_size=64, n_ids=60)
+        return module.Model(module.Config(**values, attention='triton'))
     monkeypatch.setattr(scans, 'KERNELS_ON_CPU', True)
-    K.check(sees, 64)
+    make()
     K.make_mask(8, cpu, None, [3])
     with pytest.raises(ValueError, match='head sizes .* not 48.*--attention=auto'):
-        K.check(sees, 48)
+        make(48)
+    monkeypatch.setattr(module.Model, 'score_bias', lambda self, q, k, head: 0, raising=False)
     with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
-        K.check(lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0), 64)
+        make()
+    monkeypatch.delattr(module.Model, 'score_bias')
+    sees = module.Model.sees
+    for edit in (lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0), property(lambda self: [self.forward])):
+        monkeypatch.setattr(module.Model, 'sees', edit)
+        with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
+            make()
     monkeypatch.setattr(scans, 'KERNELS_ON_CPU', False)
     with pytest.raises(ValueError, match='needs a GPU.*--attention=auto'):
         K.make_mask(8, cpu, None, [3])

@@ -1,0 +1,104 @@
+"""The edits of docs/own_model.md: a pattern per layer, and a bias of scores, against float64."""
+import importlib
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, dense_attention, random_model
+from test_attn_kernels import assert_close
+
+import attn_kernels as K
+
+ALTERNATING, ALIBI = re.findall(r'```diff\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.DOTALL)
+SIZES = dict(n_layer=4, n_embd=32, vocab_size=64, n_ids=60)
+HEADS = dict(n_head=4), dict(n_head=4, n_kv_head=2)
+
+
+def apply(diff, source):
+    """Return the source with each part of a diff applied, parts separated by @@."""
+    for part in diff.split('@@\n'):
+        before, after = (''.join(line[1:] + '\n' for line in part.splitlines() if line[:1] in kept) or '' for kept in
+                         ((' ', '-', ''), (' ', '+', '')))
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    return source
+
+
+@pytest.fixture(params=['alternating', 'alibi'])
+def edited(request, tmp_path, monkeypatch):
+    """Return a module with an edited copy of model_standard.py."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    diff = ALTERNATING if request.param == 'alternating' else ALIBI
+    assert sum(line[:1] == '+' and line.strip() != '+' for line in diff.splitlines()) <= 8
+    (tmp_path / 'model_fork.py').write_text(apply(diff, (ROOT / 'model_standard.py').read_text()))
+    yield importlib.import_module('model_fork')
+    sys.modules.pop('model_fork')
+
+
+def masks(file, doc_start, T, config):
+    """Return the definition of each layer's mask, (B, T, T), and of the bias, (H, T, T) or 0."""
+    q, k = torch.arange(T)[:, None], torch.arange(T)
+    seen = (k <= q) & (k >= (torch.zeros(1, T, 1).long() if doc_start is None else doc_start[..., None]))
+    if hasattr(file.Model, 'score_bias'):
+        slopes = 2.0 ** (-8 * torch.arange(1, config.n_head + 1, dtype=torch.float64) / config.n_head)
+        return [seen] * config.n_layer, slopes[:, None, None] * (k - q)
+    return [seen & (q - k <= 64) if (i + 1) % 4 else seen for i in range(config.n_layer)], 0.0
+
+
+def make(file, **config):
+    return random_model(file, 2, **SIZES, **config)[0].float()
+
+
+def results(model, idx):
+    loss = model(idx, idx.roll(-1, 1))['loss']
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize('heads', HEADS, ids=str)
+@pytest.mark.parametrize('eos_id', [None, 59])
+def test_edited_attention_equals_float64(edited, heads, eos_id, monkeypatch):
+    """Loss and gradients; FlexAttention's forward, uncompiled."""
+    T, model = 230, make(edited, **heads, eos_id=eos_id)
+    idx = torch.randint(0, 60, (2, T), generator=torch.Generator().manual_seed(1))
+    got, doc_start = results(model, idx), K.document_starts(idx, eos_id)
+    seen, bias = masks(edited, doc_start, T, model.config)
+    patterns = model.sees if isinstance(model.sees, list) else [model.sees] * 4
+    q, k, v = (torch.randn(2, T, n, 8) for n in (4, model.config.n_kv_head, model.config.n_kv_head))
+    for sees, of_layer in zip(patterns, seen):
+        flex = K.Mask('flex', K.flex_mask(sees, getattr(model, 'score_bias', None), T, 'cpu', doc_start, (0,), (0,)))
+        with monkeypatch.context() as patch:
+            patch.setattr(K, '_compiled', lambda function: function)
+            assert_close([K.attention(q, k, v, flex)],
+                         [dense_attention(*(x.double() for x in (q, k, v)), of_layer, bias)], 1e-5)
+    queue = []
+    monkeypatch.setattr(edited, 'make_mask', lambda *_: queue.extend(seen) or seen)
+    monkeypatch.setattr(edited, 'attention', lambda q, k, v, _: dense_attention(q, k, v, queue.pop(0), bias))
+    want = results(model.double(), idx)
+    assert abs(got[0] - want[0]) < 1e-5
+    for a, b in zip(got[1:], want[1:]):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-7
+
+
+@pytest.mark.parametrize('heads', HEADS, ids=str)
+def test_cached_decoding_equals_full_forward_and_rings_fit_each_layer(edited, heads):
+    model = make(edited, **heads, eos_id=59)
+    idx = torch.randint(0, 60, (2, 230), generator=torch.Generator().manual_seed(1))
+    want, cache = model.logits(idx)[..., :60], model.new_cache(2, 300, max_run=4)
+    runs = idx.split([90, 1, 4, 3, 100, 1, 31], 1)
+    got = torch.cat([model.extend(run, cache, all_positions=True) for run in runs], 1)[..., :60]
+    assert (got - want).abs().max() < 1e-4
+    slots = [64 + 4 if isinstance(model.sees, list) and (i + 1) % 4 else 300 for i in range(4)]
+    assert [keys.shape[2] - 1 for keys in cache.k] == slots
+    whole = make(importlib.import_module('model_standard'), **heads, eos_id=59).new_cache(2, 300, 4)
+    sizes = [sum(keys.nbytes for keys in each.k) for each in (cache, whole)]
+    assert sizes[0] * 301 * 4 == sizes[1] * sum(n + 1 for n in slots)
+
+
+def test_flops_count_each_layers_pairs(edited):
+    model = edited.Model(edited.Config(**SIZES, n_head=4))
+    seen, _ = masks(edited, None, 512, model.config)
+    keys = sum(int(layer.sum()) for layer in seen) / 512 / 4
+    standard = importlib.import_module('model_standard')
+    standard = standard.Model(standard.Config(**SIZES, n_head=4)).flops_per_token(512)
+    assert model.flops_per_token(512) == pytest.approx(standard + 12 * 4 * 32 * (keys - 513 / 2))

@@ -156,7 +156,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
 def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[dict, torch.Tensor]:
     """Run one optimizer step. Returns this process's share of each loss part and the gradient norm.
 
-    ddp: compiled and wrapped model. skips: see `skip_if_not_finite`.
+    ddp: compiled and wrapped model. skips: see `step_if_finite`.
     """
     torch.manual_seed(((s.seed << 32) + (step << 10) + machine.rank) % 2 ** 63)  # for dropout
     if hasattr(model, 'begin_step'):
@@ -172,22 +172,25 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[di
         for name, value in out.items():
             parts[name] = parts.get(name, 0) + value.detach() * (share if name == 'nll' else loss_share)
     norm = parallel.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
-    skip_if_not_finite(optimizer, norm, skips)
-    if machine.device.type != 'mps' or not optimizer.found_inf:  # before PyTorch 2.13, AdamW ignores it on Apple GPUs
-        optimizer.step()
+    step_if_finite(optimizer, norm, skips)
     optimizer.zero_grad(set_to_none=True)
     return parts, norm
 
 
-def skip_if_not_finite(optimizer, norm, skips):
-    """Make the next optimizer step a no-op if the gradient norm is not finite, without a GPU sync.
+def step_if_finite(optimizer, norm, skips):
+    """Step the optimizer, unless the gradient norm is not finite: then the step changes nothing.
 
-    skips (3,), on the device: steps skipped since the last log line; in a row now; most in a row.
+    PyTorch's fused optimizers skip a step by themselves; others wait for the GPU here. skips (3,),
+    on the device: steps skipped since the last log line; in a row now; most in a row.
     """
-    bad = (~norm.isfinite()).float()
-    optimizer.found_inf = bad  # equal on all processes, like the norm
+    bad = (~norm.isfinite()).float()  # equal on all processes, like the norm
     in_a_row = (skips[1] + 1) * bad
     skips.copy_(torch.stack([skips[0] + bad, in_a_row, torch.maximum(skips[2], in_a_row)]))
+    if getattr(optimizer, '_step_supports_amp_scaling', False) and norm.device.type != 'mps':  # as in GradScaler
+        optimizer.found_inf = bad  # before PyTorch 2.13, Apple GPUs ignore it
+        optimizer.step()
+    elif not bad:
+        optimizer.step()
 
 
 def read_skips(s, step, skips, lr) -> dict[str, int]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, is_number, remove, sha256, sync, warn_once, write_json
+from common.files import UserError, first_line, is_number, remove, sha256, sync, warn_once, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')
 
@@ -63,9 +63,11 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     Random state is not saved: it is a function of seed and step. keep, always: see `remove_older`.
     """
     names, is_sharded = {p: name for name, p in model.named_parameters()}, parallel.is_sharded(model)
-    moments = {f'{key}/{names[p]}': value for p, state in optimizer.state.items() for key, value in state.items()}
     if is_sharded or parallel.rank() == 0:
-        state = {'step': step, 'seconds': seconds}
+        moments = {}  # {'key/parameter': tensor}
+        state = {'step': step, 'seconds': seconds, 'optimizer': {
+            names[p]: {key: pack(value, key, names[p], moments) for key, value in of_param.items()}
+            for p, of_param in optimizer.state.items()}}
         save_checkpoint(folder, step, checkpoint_tensors(model) | moments, state, is_sharded)
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
@@ -82,11 +84,46 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     state, tensors = load_checkpoint(folder, True, up_to, model if is_sharded else None)
     if not is_sharded:
         load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
-    for name, value in tensors.items():
-        key, is_moment, param = name.partition('/')
-        if is_moment:
-            optimizer.state[params[param]][key] = value.to(params[param].device)
+    on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
+                 for p in group['params']}  # with their step counts
+    try:
+        for name, of_param in state['optimizer'].items():
+            p = params[name]
+            optimizer.state[p] = {key: unpack(value, tensors, p.device, p in on_device)
+                                  for key, value in of_param.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
     return state['step'], state['seconds']
+
+
+def pack(value, key: str, param: str, tensors: dict):
+    """Return a part of an optimizer's state as JSON. Its tensors are added to `tensors`.
+
+    {'tensor': name} stands for a tensor, {'dict': ...} for a dict. UserError for other types.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[f'{key}/{param}'] = value
+        return {'tensor': f'{key}/{param}'}
+    if isinstance(value, list):
+        return [pack(x, f'{key}.{i}', param, tensors) for i, x in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {'dict': {name: pack(x, f'{key}.{name}', param, tensors) for name, x in value.items()}}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise UserError(f"the optimizer's state has {key} = {value!r} for {param}: a checkpoint holds only tensors, "
+                    'numbers, strings, None, and lists and dicts of them')
+
+
+def unpack(value, tensors: dict, device, scalars_too: bool):
+    """Return what `pack` was given, with its tensors on the device. scalars_too: those as well."""
+    if isinstance(value, list):
+        return [unpack(x, tensors, device, scalars_too) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if 'dict' in value:
+        return {name: unpack(x, tensors, device, scalars_too) for name, x in value['dict'].items()}
+    tensor = tensors[value['tensor']]
+    return tensor.to(device) if tensor.dim() or scalars_too else tensor
 
 
 # ---- writing ----
@@ -235,7 +272,7 @@ def read_state(path: Path, files) -> dict:
     for name in ('state.json', *files):
         if sha256(path / name) != sums[name]:
             raise ValueError(f'{name} does not match its checksum')
-    state = {'seconds': 0.0} | json.loads((path / 'state.json').read_text())
+    state = {'seconds': 0.0, 'optimizer': {}} | json.loads((path / 'state.json').read_text())
     if type(state['step']) is not int or state['step'] != step_of(path) or not is_number(state['seconds']):
         raise ValueError(f'state.json is {state}')
     return state

@@ -5,11 +5,7 @@ from common.files import UserError
 
 
 class MuonAndAdamW:
-    """torch.optim.Muon and torch.optim.AdamW stepped together.
-
-    Has `param_groups`, `state` by parameter and `found_inf`: None, or a tensor that is 1 if the
-    next step must be a no-op. PyTorch's Muon does not support found_inf, so each step waits for it.
-    """
+    """torch.optim.Muon and AdamW stepped together; has `param_groups` and `state` by parameter."""
 
     def __init__(self, hidden: list, adamw: torch.optim.AdamW, learning_rate: float, weight_decay: float):
         """hidden: the parameters for Muon."""
@@ -20,12 +16,10 @@ class MuonAndAdamW:
         self.adamw = adamw
         self.param_groups = adamw.param_groups + self.muon.param_groups
         self.muon.state = self.state = adamw.state  # no parameter is in both
-        self.found_inf = None
 
     def step(self) -> None:
-        if self.found_inf is None or not self.found_inf:
-            self.muon.step()
-            self.adamw.step()
+        self.muon.step()
+        self.adamw.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.muon.zero_grad(set_to_none)

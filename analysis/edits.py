@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import model_gpn
 import model_standard
+from attn_kernels import CrossEntropy
 
 
 class GateAtOne(model_gpn.Model):
@@ -89,6 +90,7 @@ class NanoGPT(model_standard.Model):
         self.norm = nn.LayerNorm(c.n_embd, bias=False)
         self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.head.weight = self.embed.weight
+        self.cross_entropy = CrossEntropy(config.vocab_size)
         for name, p in self.named_parameters():
             if p.dim() >= 2:
                 scale = (2 * c.n_layer) ** -0.5 if name.endswith('_out.weight') else 1.0

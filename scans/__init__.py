@@ -21,7 +21,7 @@ def pinned(model, fast):
     """Return `fast`, a module of this folder, if it may replace the model's equations, else None.
 
     config.scan = 'loop': never; 'fast': always; 'auto': if the model is its file's Model, not a
-    subclass, and the digest of the code that `fast` re-implements equals `fast.PIN`.
+    subclass, and the digest of the code that `fast` re-implements is one of `fast.PINS`.
     """
     file, cls = sys.modules[type(model).__module__], type(model)
     if model.config.scan != 'auto':
@@ -30,14 +30,15 @@ def pinned(model, fast):
         _warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: {fast.__name__} '
                    'does not support subclasses')
         return None
+    why = 'it does not implement the edit'
     try:
-        found = digest(*fast.implements(file))
+        if digest(*fast.implements(file)) in fast.PINS:
+            return fast
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
-        found = str(error)
-    if found == fast.PIN:
-        return fast
-    _warn_once(f'{file.__name__} was edited, so its equations run step by step: {fast.__name__} does not implement the '
-               f'edit. Once it computes the same, set its PIN to {found!r}')
+        why = str(error)
+    name, model_name = fast.__name__.removeprefix('scans.'), file.__name__.removeprefix('model_')
+    _warn_once(f'{file.__name__} was edited, so its equations run step by step, without {fast.__name__} ({why}). If '
+               f'both still compute the same: python -m scans {name} --model={model_name}')
     return None
 
 

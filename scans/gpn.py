@@ -38,7 +38,9 @@ import scans
 from attn_kernels import outside_graphs
 from scans import constexpr, jit, tl, triton
 
-PIN = '1df45c0ba63389b0'
+PINS = {'1df45c0ba63389b0'}  # digests of what `implements` lists; python -m scans gpn
+SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
+             eos_id=59, bptt_len=7)  # a model that uses every branch, for tests and `python -m scans`
 KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 
 

@@ -1,0 +1,54 @@
+"""Compare a fast form with the equations of a model file and, if they agree, print its pin.
+
+    python -m scans gpn                after an edit of model_gpn.py that should not change results
+    python -m scans gpn --model=mine   for a copy of it, model_mine.py
+
+Compares the loss, all gradients and the logits of cached decoding of a small model, in float64.
+"""
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+
+from attn_kernels import digest
+
+NAMES = sorted(path.stem for path in Path(__file__).parent.glob('[a-z]*.py') if 'PINS = {' in path.read_text())
+
+
+def compare(file, fast) -> float:
+    """Return the largest difference between both forms, relative to each tensor's largest value."""
+    results = []
+    for scan in ('loop', 'fast'):
+        torch.manual_seed(0)
+        model = file.Model(file.Config(**fast.SMALL, scan=scan)).double()
+        for p in model.parameters():
+            torch.nn.init.normal_(p, std=0.2 if p.dim() == 2 else 0.7)
+        idx = torch.randint(0, 60, (2, 23)).masked_fill(torch.rand(2, 23) < 0.15, fast.SMALL['eos_id'])
+        loss = model(idx, idx.roll(-1, 1))['loss']
+        with torch.no_grad():
+            cache = model.new_cache(*idx.shape, max_run=3)
+            decoded = [model.extend(part, cache, all_positions=True)[..., :60] for part in idx.split([9, 1, 3, 10], 1)]
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters())), torch.cat(decoded, 1)])
+    return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-300)).item() for a, b in zip(*results))
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('name', choices=NAMES, help='the fast form, a file of this folder')
+    parser.add_argument('--model', help='model_MODEL.py with the equations; default: the same name')
+    s = parser.parse_args(argv)
+    fast, file = importlib.import_module(f'scans.{s.name}'), importlib.import_module(f'model_{s.model or s.name}')
+    if not getattr(fast, 'runs_on', lambda device: True)(torch.device('cpu')):
+        sys.exit(f'scans: {s.name} cannot run here, so there is nothing to compare')
+    difference = compare(file, fast)
+    if not difference < 1e-9:
+        sys.exit(f'scans: {fast.__name__} and {file.__name__} differ by {difference:.1e} (relative, float64): the '
+                 'equations stay step by step')
+    print(f'{fast.__name__} and {file.__name__} agree within {difference:.1e} (relative, float64). To use the fast '
+          f'form, add this to PINS in scans/{s.name}.py:\n\n    {digest(*fast.implements(file))!r}')
+
+
+if __name__ == '__main__':
+    main()

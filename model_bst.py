@@ -42,6 +42,8 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 
 @dataclass
 class Config:
+    may_change = 'checkpoint_blocks',  # settings that only affect speed and memory
+
     pair_share: float = 1.0  # share of the pairs in a training step; 0.1 in the NextLat paper's timings
     min_k: Literal[1, 2] = 1  # smallest k: 1 (NextLat paper's equation), or 2: every pair hides at least one token
     n_text: int | None = None  # width of the text head's hidden layer; None: n_ffn (from parameter counts)

@@ -46,6 +46,9 @@ except ModuleNotFoundError:  # the folder scans/ is optional
 
 @dataclass
 class Config:
+    may_change = 'scan', 'segment_len', 'checkpoint_unrolls'  # settings that only affect speed and memory
+    defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
+
     n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C

@@ -33,6 +33,8 @@ except ModuleNotFoundError:  # the folder scans/ is optional
 
 @dataclass
 class Config:
+    may_change = 'scan', 'chunk_len', 'checkpoint_blocks'  # settings that only affect speed and memory
+
     n_layer: int = 10  # blocks, L (GPN paper, table 1)
     n_head: int = 6  # memory heads, H (inferred from the 1,966,080 state values in that table)
     n_embd: int = 768  # width of the residual stream, C

@@ -38,6 +38,8 @@ except ModuleNotFoundError:  # the folder scans/ is optional
 
 @dataclass
 class Config:
+    may_change = 'scan', 'segment_len'  # settings that only affect speed and memory
+
     n_layer: int = 1  # layers per token, L; they share one state and one memory
     n_head: int = 15  # memory heads, H; 0: no memory (the paper's GPN; with memory it is GPN+M)
     n_embd: int = 2496  # width of the state, C

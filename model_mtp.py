@@ -24,6 +24,8 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 
 @dataclass
 class Config:
+    may_change = 'checkpoint_blocks',  # settings that only affect speed and memory
+
     horizon: int = 1  # d: number of tokens after the next one that are predicted
     lambda_mtp: float = 1.0  # lambda_MTP: weight of these d predictions in the loss
     n_layer: int = 12  # blocks, L, including the next token's but not the d future blocks

@@ -29,6 +29,8 @@ from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkp
 
 @dataclass
 class Config:
+    may_change = 'checkpoint_blocks',  # settings that only affect speed and memory
+
     objective: Literal['nextlat', 'ntp'] = 'nextlat'  # ntp: next-token loss only, GPT in the paper's tables
     horizon: int = 1  # d: number of steps ahead that p_psi is trained to predict
     lambda_h: float = 1.0  # lambda_next-h: weight of the loss between h^ and h; 0: off

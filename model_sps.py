@@ -50,6 +50,9 @@ METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other 
 
 @dataclass
 class Config:
+    may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
+    own = 'window',  # not taken over by --init_from from or to another model: it is the rho stream's
+
     method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # method of the paper, see `METHODS`
     window: int | None = 64  # w: past positions of the windowed stream that a query sees; None: all (2x Memory)
     predict_layers: int | None = None  # beyond the paper: run rho in the top n layers only; None: in all layers

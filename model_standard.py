@@ -23,6 +23,9 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 
 @dataclass
 class Config:
+    may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
+    defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
+
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C

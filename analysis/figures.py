@@ -7,14 +7,14 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.continuing import MAY_CHANGE
+from common.continuing import MAY_CHANGE, may_change
 from common.files import UserError, command, friendly_errors, is_number, printable, read_lines, warn_once, write_file
 from common.machine import Device, pick_device, pick_dtype
 from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
@@ -23,7 +23,7 @@ from data.shards import Data
 from train import Settings as TrainSettings
 
 # settings that are ignored when runs are grouped and labelled
-IGNORED = (MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}) - {'data'}
+IGNORED = MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
 BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of `draw_band`
@@ -180,9 +180,12 @@ def differences(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, d
     records, found = {run: read_run(run) for run in runs}, {}
     for run, record in records.items():
         found[run] = {'model': model_name(record)}
+        skipped = IGNORED | ignored
+        with suppress(UserError):  # the model file may be gone
+            skipped |= may_change(record['model'])
         alike = [other for other in records.values() if model_name(other) == model_name(record)]
         for part, others in (('model_config', alike), ('settings', records.values())):
-            found[run] |= {key: value for key, value in record[part].items() if key not in IGNORED | ignored
+            found[run] |= {key: value for key, value in record[part].items() if key not in skipped - {'data'}
                            and any(other[part].get(key, value) != value for other in others)}
     return found
 

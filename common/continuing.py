@@ -13,15 +13,19 @@ from common import checkpoint, runs
 from common.files import UserError, write_file
 from common.settings import make_settings, options_of
 
-MAY_CHANGE = {  # on --resume; the last line lists model settings that only affect memory and speed
+MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
     'resume', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
     'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
-    'data',  # the folder may move; the checksum of its content must match
-    'attention', 'scan', 'segment_len', 'chunk_len', 'checkpoint_blocks', 'checkpoint_unrolls'}
+    'data'}  # the folder may move; the checksum of its content must match
 
 
 # ---- settings ----
+
+def may_change(model_name: str) -> set[str]:
+    """Return the names of all settings that may change on --resume."""
+    return MAY_CHANGE | {*getattr(runs.model_file(model_name).Config, 'may_change', ())}
+
 
 def add_model_option(argv: list[str]) -> list[str]:
     """Add --model of the run to continue to argv, unless argv names a model or a config file."""
@@ -37,14 +41,14 @@ def continued_settings(s, given: dict) -> tuple:
     folder = s.out_dir if s.resume else s.extend
     record = runs.read_run(folder)
     saved = make_settings(type(s), record['settings'], f'in {folder}/config.json')
-    may_change = MAY_CHANGE
+    free = may_change(record['model'])
     if not s.resume:
         check_extension(s, saved, given)
-        may_change = MAY_CHANGE | {'extend', 'max_tokens'}
+        free |= {'extend', 'max_tokens'}
     if s.dtype == 'auto':
         given.pop('dtype', None)  # the run recorded the dtype that auto chose
     known = asdict(saved) | asdict(runs.saved_config(record, folder))
-    check_unchanged(folder, known, {name: value for name, value in given.items() if name not in may_change})
+    check_unchanged(folder, known, {name: value for name, value in given.items() if name not in free})
     own = {f.name for f in fields(s)}
     return replace(saved, **{name: given[name] for name in given if name in own} | {'out_dir': s.out_dir}), record
 
@@ -79,13 +83,14 @@ def inherit_model_settings(s, given: dict) -> tuple:
         raise UserError(f'--init_from and --out_dir are both {s.init_from}: set another --out_dir')
     source = runs.read_run(s.init_from)
     values = asdict(runs.saved_config(source, s.init_from))
-    if source['model'] != s.model:  # only shared settings; SPS's window is different, its predict stream's
-        known, window = {f.name for f in fields(runs.model_file(s.model).Config)}, values.get('window')
-        if 'sps' in (source['model'], s.model):
-            known -= {'window'}
-        elif window and 'window' not in known and window < s.block_size:
-            raise UserError(f'{s.init_from} cannot be converted to this model: it has window = {window}, but '
-                            f'model_{s.model} has no window, and block_size is {s.block_size}')
+    if source['model'] != s.model:  # only settings that both have and mean alike
+        theirs, ours = (runs.model_file(name).Config for name in (source['model'], s.model))
+        known = {f.name for f in fields(ours)}
+        for name in getattr(theirs, 'defining', ()):
+            if values[name] is not None and name not in known:
+                raise UserError(f'{s.init_from} cannot be converted to this model: it has {name} = {values[name]}, but '
+                                f'model_{s.model} has no {name}')
+        known -= {*getattr(theirs, 'own', ()), *getattr(ours, 'own', ())}
         values = {name: value for name, value in values.items() if name in known}
     if 'documents' not in given and 'eos_id' in values:
         s = replace(s, documents=values['eos_id'] is not None)
@@ -99,7 +104,7 @@ def continued_config(s, given: dict, data, record: dict):
     if record['data']['sha256'] != data.sha256:
         raise UserError(f'{data.folder} is not the data that the run in {folder} was trained on (checksums '
                         'differ): restore that data, or start a new run with --init_from')
-    changed = {name: value for name, value in given.items() if name in MAY_CHANGE}
+    changed = {name: value for name, value in given.items() if name in may_change(record['model'])}
     return runs.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
 
 

@@ -74,11 +74,11 @@ def saved_config(record: dict, folder):
 
 
 def portable_config(record: dict, folder):
-    """Return a run's `saved_config`, without choices of kernels that another machine may lack."""
+    """Return a run's `saved_config`, with defaults for kernels, which another machine may lack."""
     config = saved_config(record, folder)
-    for name in ('attention', 'scan'):
-        if getattr(config, name, 'loop') != 'loop':
-            setattr(config, name, 'auto')
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name in getattr(config, 'may_change', ()):
+        setattr(config, name, defaults[name])
     return config
 
 

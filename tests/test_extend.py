@@ -1,10 +1,15 @@
-"""--extend continues a run from before its decay, with the result of one long run."""
+"""What a run inherits: --extend continues from before the decay; settings by --init_from."""
+import dataclasses
 import shutil
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from conftest import STEP_TOKENS, assert_sentence, config_json, contents, losses, run, succeeded, train_tiny
 
-from common import checkpoint, runs
+import train
+from common import checkpoint, continuing, runs
+from common.files import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +78,32 @@ def test_runs_that_cannot_be_extended_give_a_clear_error(short, tmp_path):
     assert_sentence(extend(cosine, tmp_path / 'new', 40), 'has schedule = cosine')
     assert not (tmp_path / 'new').exists()
     assert extend(short, tmp_path / 'new', 40, '--dry_run').returncode == 0 and not (tmp_path / 'new').exists()
+
+
+@pytest.mark.parametrize('source, target, taken', [
+    ('sps', 'standard', False), ('standard', 'sps', False), ('fork', 'standard', False), ('standard', 'fork', False),
+    ('standard', 'context_ready', True), ('sps', 'fork', False)])
+def test_init_from_takes_over_what_both_models_mean_alike(source, target, taken, tmp_path, monkeypatch):
+    """A copy of model_sps.py behaves like the original."""
+    model_file = runs.model_file
+    monkeypatch.setattr(runs, 'model_file', lambda name: model_file('sps' if name == 'fork' else name))
+    config = runs.make_config(source, {'n_head': 2, 'n_embd': 16, 'window': 7, 'norm_eps': 1e-3})
+    record = {'model': source, 'model_config': dataclasses.asdict(config)}
+    monkeypatch.setattr(runs, 'read_run', lambda folder: record)
+    s = train.Settings(model=target, init_from='out/a', out_dir='out/b')
+    values = continuing.inherit_model_settings(s, {})[1]
+    assert values['norm_eps'] == 1e-3 and (values.get('window') == 7) == taken
+    if source == 'standard':
+        with pytest.raises(UserError, match='it has window = 7, but model_nextlat has no window'):
+            continuing.inherit_model_settings(dataclasses.replace(s, model='nextlat'), {})
+
+
+def test_settings_that_only_affect_speed_are_reset_when_a_run_is_loaded(monkeypatch):
+    """Those that the model's Config lists in may_change; no others of the same name."""
+    Config = dataclasses.make_dataclass('Config', [('attention', Literal['softmax', 'linear'], 'softmax')])
+    for listed, loaded in ((('attention',), 'softmax'), ((), 'linear')):
+        Config.may_change = listed
+        monkeypatch.setattr(runs, 'model_file', lambda name: SimpleNamespace(Config=Config))
+        record = {'model': 'x', 'model_config': {'attention': 'linear'}}
+        assert runs.portable_config(record, 'out/a').attention == loaded
+        assert ('attention' in continuing.may_change('x')) == bool(listed)

@@ -103,20 +103,35 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     of streams (queries=None: the same as keys). Without documents, the model keeps its last mask of
     each pattern and pair of streams for the next step.
     """
-    queries, device = queries or keys, torch.device(device)
+    queries, device, patterns = queries or keys, torch.device(device), model.sees
     may_compile = torch.is_grad_enabled() or T % FLEX_BLOCK == 0  # not for prompts
-    numbers = [x for x in vars(model).values() if isinstance(x, int)]  # `sees` may read them
-    made_for = T, device, may_compile, torch.is_autocast_enabled('cpu'), numbers
 
     def make(sees):
         if doc_start is not None:
             return _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile)
-        kept, name = vars(model).setdefault('kept_masks', {}), (getattr(sees, '__func__', sees), keys, queries)
+        kept = vars(model).setdefault('kept_masks', KeptMasks())
+        name = keys, queries, patterns.index(sees) if isinstance(patterns, list) else 0
+        made_for = T, device, may_compile, torch.is_autocast_enabled('cpu'), *read_by(model, sees)
         if kept.get(name, (None,))[0] != made_for:
             with torch.inference_mode(False), torch.no_grad():
                 kept[name] = made_for, _new_mask(model, sees, T, device, None, keys, queries, may_compile)
         return kept[name][1]
-    return each_layer(model.sees, make)
+    return each_layer(patterns, make)
+
+
+class KeptMasks(dict):
+    """The masks that a model keeps. Copies of the model start without them."""
+
+    def __reduce__(self):
+        return KeptMasks, ()
+
+
+def read_by(model, sees):
+    """Return what decides a pattern: code, numbers of the model and its config, and buffers."""
+    bias, numbers = getattr(model, 'score_bias', None), (*vars(model).values(), *vars(model.config).values())
+    code = [getattr(f, '__func__', f) for f in (sees, bias)]  # not the methods, which would hold the model
+    return *code, id(getattr(sees, '__self__', None)), [x for x in numbers if isinstance(x, (int, float))], [
+        buffer._version for buffer in model.buffers()]
 
 
 def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
@@ -135,9 +150,9 @@ def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
 
 
 def dense_mask(model, sees, q, k, dtype=None):
-    """Return the Mask of tokens q, k with fields (1 or B, n). dtype: of cached keys.
+    """Return the Mask of tokens q, k with fields (1 or B, n).
 
-    With a dtype it is a bias, because otherwise every layer would make the same one of booleans.
+    dtype: of cached keys, to make it additive once; PyTorch would convert booleans in every layer.
     """
     seen, c, bias = _seen(sees, q, k).unsqueeze(1), model.config, getattr(model, 'score_bias', None)
     if bias is not None:
@@ -154,11 +169,13 @@ def _additive(seen, bias=None, n_head=1, q=None, k=None):
     bias: `score_bias`, or None for 0 and one head; q, k: tokens with fields (1 or B, n).
     """
     scores = torch.zeros((), device=seen.device)
-    if bias is not None:
+    if bias is None:
+        n_head = 1
+    else:
         q = Tokens(*(x[:, None, :, None] for x in q))
         k = Tokens(*(x[:, None, None, :] for x in (k.pos, k.stream)))
         scores = bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]).float()
-    return torch.where(seen, scores, float('-inf'))
+    return torch.where(seen, scores, float('-inf')).expand(-1, n_head, -1, -1)
 
 
 def sequence(T, streams, device, doc_start=None):
@@ -515,7 +532,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if x.requires_grad:
                     grad = grads.pop(0)
                     kept.append(torch.zeros_like(x) if grad is None else grad)
-            param_grads = [a if b is None else b if a is None else a.add_(b) for a, b in zip(param_grads, grads)]
+            param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads)]
             sums.append([x.detach() for x in (total, *parts)])
         ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
         total, *parts = _sums(sums)

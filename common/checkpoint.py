@@ -64,10 +64,13 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     """
     names, is_sharded = {p: name for name, p in model.named_parameters()}, parallel.is_sharded(model)
     if is_sharded or parallel.rank() == 0:
-        moments = {}  # {'key/parameter': tensor}
-        state = {'step': step, 'seconds': seconds, 'optimizer': {
-            names[p]: {key: pack(value, key, names[p], moments) for key, value in of_param.items()}
-            for p, of_param in optimizer.state.items()}}
+        moments, rest = {}, {}  # {'key/parameter': tensor}; {parameter: {key: other values}}
+        for p, of_param in optimizer.state.items():
+            for key, value in of_param.items():
+                packed = pack(value, key, names[p], moments)
+                if not (isinstance(value, torch.Tensor) and value.device == p.device):
+                    rest.setdefault(names[p], {})[key] = packed
+        state = {'step': step, 'seconds': seconds, 'optimizer': rest}
         save_checkpoint(folder, step, checkpoint_tensors(model) | moments, state, is_sharded)
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
@@ -84,13 +87,17 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     state, tensors = load_checkpoint(folder, True, up_to, model if is_sharded else None)
     if not is_sharded:
         load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
+    for name, value in tensors.items():
+        key, is_moment, param = name.partition('/')
+        if is_moment and '[' not in key:
+            optimizer.state[params[param]][key] = value.to(params[param].device)
     on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
                  for p in group['params']}  # with their step counts
     try:
         for name, of_param in state['optimizer'].items():
             p = params[name]
-            optimizer.state[p] = {key: unpack(value, tensors, p.device, p in on_device)
-                                  for key, value in of_param.items()}
+            for key, value in of_param.items():
+                optimizer.state[p][key] = unpack(value, tensors, p.device, p in on_device)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
     return state['step'], state['seconds']
@@ -99,19 +106,19 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
 def pack(value, key: str, param: str, tensors: dict):
     """Return a part of an optimizer's state as JSON. Its tensors are added to `tensors`.
 
-    {'tensor': name} stands for a tensor, {'dict': ...} for a dict. UserError for other types.
+    {'tensor': name, ...} stands for a tensor, {'dict': ...} for a dict. UserError for other types.
     """
     if isinstance(value, torch.Tensor):
         tensors[f'{key}/{param}'] = value
-        return {'tensor': f'{key}/{param}'}
+        return {'tensor': f'{key}/{param}', 'device': value.device.type}
     if isinstance(value, list):
-        return [pack(x, f'{key}.{i}', param, tensors) for i, x in enumerate(value)]
+        return [pack(x, f'{key}[{i}]', param, tensors) for i, x in enumerate(value)]
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {'dict': {name: pack(x, f'{key}.{name}', param, tensors) for name, x in value.items()}}
+        return {'dict': {name: pack(x, f'{key}[{name}]', param, tensors) for name, x in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UserError(f"the optimizer's state has {key} = {value!r} for {param}: a checkpoint holds only tensors, "
-                    'numbers, strings, None, and lists and dicts of them')
+                    'numbers, strings, None, and lists and dicts (not tuples) of them')
 
 
 def unpack(value, tensors: dict, device, scalars_too: bool):
@@ -123,7 +130,7 @@ def unpack(value, tensors: dict, device, scalars_too: bool):
     if 'dict' in value:
         return {name: unpack(x, tensors, device, scalars_too) for name, x in value['dict'].items()}
     tensor = tensors[value['tensor']]
-    return tensor.to(device) if tensor.dim() or scalars_too else tensor
+    return tensor if tensor.dim() == 0 and value['device'] == 'cpu' and not scalars_too else tensor.to(device)
 
 
 # ---- writing ----
@@ -273,6 +280,7 @@ def read_state(path: Path, files) -> dict:
         if sha256(path / name) != sums[name]:
             raise ValueError(f'{name} does not match its checksum')
     state = {'seconds': 0.0, 'optimizer': {}} | json.loads((path / 'state.json').read_text())
-    if type(state['step']) is not int or state['step'] != step_of(path) or not is_number(state['seconds']):
+    is_whole = type(state['step']) is int and state['step'] == step_of(path) and is_number(state['seconds'])
+    if not is_whole or not isinstance(state['optimizer'], dict):
         raise ValueError(f'state.json is {state}')
     return state

@@ -40,7 +40,7 @@ def compile_model(model: torch.nn.Module) -> torch.nn.Module:
 def _parts(module):
     """Yield the elements of a model's module lists, and its other parts that are not PyTorch's."""
     for child in module.children():
-        if isinstance(child, torch.nn.ModuleList):
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
             yield from child
         elif hasattr(child, 'blocks'):
             yield from _parts(child)

@@ -42,20 +42,20 @@ class FusedCrossEntropy(torch.autograd.Function):
     """The memory of a compiled loss: it keeps the logits (N, V) and writes their gradient."""
 
     @staticmethod
-    def forward(ctx, logits, reduction):
+    def forward(ctx, logits, targets, reduction):
         ctx.save_for_backward(logits)
-        return logits.new_empty(() if reduction == 'sum' else len(logits))
+        return logits.new_empty(targets.shape if reduction == 'none' else ())
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.empty_like(ctx.saved_tensors[0]), None
+        return torch.empty_like(ctx.saved_tensors[0]), None, None
 
 
 class EmulateGPU(DeviceContext):  # a DeviceContext, the only mode that checkpointing re-enters in the backward pass
     """torch.device('meta'), with matrix products in `dtype`, like autocast.
 
-    Attention and cross-entropy are fused, and casts of logits to fp32 take no memory: the compiler
-    fuses them with what reads them.
+    Attention and cross-entropy are fused, and `.to(torch.float32)` takes no memory: the compiler
+    fuses it with what reads the result, which is the loss.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -70,7 +70,7 @@ class EmulateGPU(DeviceContext):  # a DeviceContext, the only mode that checkpoi
         if function is torch.Tensor.to and args[0].dtype == self.dtype and torch.float32 in args:
             return args[0]
         if function is F.cross_entropy:
-            return FusedCrossEntropy.apply(args[0], kwargs['reduction'])
+            return FusedCrossEntropy.apply(*args[:2], kwargs.get('reduction', 'mean'))
         return super().__torch_function__(function, types, tree_map(cast, args) if function in PRODUCTS else args,
                                           kwargs)
 

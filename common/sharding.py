@@ -57,7 +57,7 @@ def tensor_metadata(path: Path) -> dict[str, torch.Tensor]:
 def target_tensors(own: dict, tensors: dict) -> dict:
     """Return {name: tensor to load into}: the model's `own` tensors, and moments sharded alike."""
     return {name: own[name].detach() if name in own else torch.zeros(()) if tensor.dim() == 0
-            else torch.zeros_like(own[name.partition('/')[2]]) for name, tensor in tensors.items()}
+            else torch.zeros_like(own[name.partition('/')[2]], dtype=tensor.dtype) for name, tensor in tensors.items()}
 
 
 def load_in_place(tensors: dict, path: Path) -> None:

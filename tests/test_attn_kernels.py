@@ -168,9 +168,19 @@ def test_masks_without_documents_are_kept_until_the_pattern_changes():
     model.reach = 3
     assert K.make_mask(model, T, 'cpu').kind == 'tiles'
     model.reach = 2 ** 30
+    assert copy.deepcopy(model).kept_masks == {} and K.make_mask(model, T, 'cpu').kind == 'causal'
     model.sees = lambda q, k: (k.pos <= q.pos) & (k.pos != 5)
     assert K.make_mask(model, T, 'cpu').kind == 'tiles'
     assert K.make_mask(pattern('sps'), T, 'cpu', keys=BOTH).kind == 'tiles'
+    model.register_buffer('far', torch.tensor(2))
+    model.sees = [lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos <= model.far), pattern(window=3).sees,
+                  pattern(window=9).sees]
+    seen = [sum((bias == 0).sum().item() for _, _, bias in mask.data) for mask in K.make_mask(model, T, 'cpu')]
+    assert seen == [sum(min(i, w) + 1 for i in range(T)) for w in (2, 3, 9)]
+    model.far.fill_(5)
+    assert sum((bias == 0).sum().item() for _, _, bias in K.make_mask(model, T, 'cpu')[0].data) == sum(
+        min(i, 5) + 1 for i in range(T))
+    assert len(model.kept_masks) == 3
 
 
 @pytest.mark.parametrize('window, slots', [(None, 100), (0, 4), (5, 9), (200, 100)])
@@ -224,6 +234,24 @@ def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
         loss, _ = K.chunked_loss(fn, (hidden, targets, weights), params, width)
     halves = torch.autograd.grad(3 * loss, [hidden, *head.parameters()])
     assert all((half - w).norm() < 1e-2 * w.norm() for half, w in zip(halves, want))
+
+
+def test_weights_that_share_a_gradient_are_counted_once():
+    """A head W + U has one gradient for both, b.sum() an expanded one; over several chunks."""
+    torch.manual_seed(0)
+    W, U, b = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((24, 320), (24, 320), (320,)))
+    h = torch.randn(600, 24)
+
+    def fn(h):
+        return ((h @ (W + U)).square().sum() + b.sum(),)
+    for width in (320, 2 ** 18):
+        loss, = K.chunked_loss(fn, (h,), [W, U, b], width)
+        loss.backward()
+        n_chunks = 1 if width == 320 else 3
+        want, = torch.autograd.grad((h @ (W + U)).square().sum(), [W])
+        assert (W.grad - want).abs().max() < 1e-5 * want.abs().max() and torch.equal(W.grad, U.grad)
+        assert (b.grad == n_chunks).all()
+        W.grad = U.grad = b.grad = None
 
 
 @pytest.mark.parametrize('in_softmax', [True, False])

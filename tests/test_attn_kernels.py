@@ -161,10 +161,13 @@ def test_editing_sees_changes_training_and_decoding(variant, edit, monkeypatch, 
     assert capsys.readouterr().err == ''
 
 
+@torch.no_grad()  # a CPU trains with tiles
 def test_masks_without_documents_are_kept_until_the_pattern_changes():
     model, T = pattern(), 40
     first = K.make_mask(model, T, 'cpu')
     assert first.kind == 'causal' and K.make_mask(model, T, 'cpu') is first
+    with torch.enable_grad():
+        assert K.make_mask(model, T, 'cpu').kind == 'tiles'
     model.reach = 3
     assert K.make_mask(model, T, 'cpu').kind == 'tiles'
     model.reach = 2 ** 30

@@ -13,7 +13,7 @@ layers differ, `sees` is a list with a pattern for each layer, and masks are lis
 add `score_bias(q, k, head)` to its scores: a function of tokens and heads, like `sees`.
 
     patterns        Tokens, document_starts, make_mask, attention
-    layers          check_shape, rope_table and rotate, checkpointed
+    layers          check_sizes and check_shape, rope_table and rotate, checkpointed
     the loss        CrossEntropy, chunked_loss, mask_padding
     KVCache         decoding state
     digest          fingerprint of source code, which pins the code in scans/ to the equations
@@ -394,13 +394,13 @@ def rope_table(positions, head_size, theta, scaling=None):
     """Return RoPE's fp32 cos and sin of the angles position * theta^(-2j/D), j < D/2.
 
     positions: (...). Results: (..., 1, D), [cos | cos] and [-sin | sin], for `rotate`. scaling:
-    Llama 3's 'factor,low,high,tokens'. Frequencies with fewer than `low` turns over `tokens`
+    Llama 3's (factor, low, high, tokens). Frequencies with fewer than `low` turns over `tokens`
     positions are divided by `factor`; those above `high` are kept, those between interpolated.
     """
     j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     frequency = 1 / theta ** (j / head_size)
     if scaling:
-        factor, low, high, tokens = parse_rope_scaling(scaling)
+        factor, low, high, tokens = scaling
         turns = tokens * frequency / (2 * math.pi)
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (unscaled + (1 - unscaled) / factor)
@@ -409,9 +409,24 @@ def rope_table(positions, head_size, theta, scaling=None):
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def check_shape(c):
-    """Check the sizes of Config c; fill in head_size and n_kv_head if None. Raises ValueError."""
-    if c.head_size is None and (c.n_head < 1 or c.n_embd % (2 * c.n_head)):
+def check_sizes(c, **least):
+    """Raise ValueError for a number of Config c below its least value. None is valid.
+
+    least: {name: value} for the model's own settings, besides those that all models have.
+    """
+    common = dict(n_layer=1, n_embd=1, n_ffn=1, vocab_size=1, n_ids=1, init_std=0, norm_eps=0)
+    for name, low in (common | least).items():
+        value = getattr(c, name)
+        if value is not None and value < low:
+            raise ValueError(f'{name} = {value}: expected at least {low}')
+    if c.n_ids > c.vocab_size:
+        raise ValueError(f'vocab_size = {c.vocab_size} has no room for the {c.n_ids} ids of the tokenizer')
+
+
+def check_shape(c, **least):
+    """Check Config c and its heads like `check_sizes`; fill in head_size and n_kv_head if None."""
+    check_sizes(c, n_head=1, head_size=2, n_kv_head=1, **least)
+    if c.head_size is None and c.n_embd % (2 * c.n_head):
         raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
     c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
     if c.head_size % 2:
@@ -419,9 +434,10 @@ def check_shape(c):
     if c.n_head % c.n_kv_head:
         raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')
     if c.rope_scaling is not None:
-        parse_rope_scaling(c.rope_scaling)
-    if c.n_ids > c.vocab_size:
-        raise ValueError(f'vocab_size = {c.vocab_size} has no room for the {c.n_ids} ids of the tokenizer')
+        factor, low, high, tokens = c.rope_scaling if len(c.rope_scaling) == 4 else [0] * 4
+        if not (factor >= 1 and 0 < low < high and tokens >= 1):
+            raise ValueError(f"rope_scaling = {c.rope_scaling}: expected factor, low, high, tokens, such as Llama 3's "
+                             '8,1,4,8192')
 
 
 def n_matrix_weights(module):
@@ -438,17 +454,6 @@ def mean_keys(sees, T, keys=(0,), queries=None):
     pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().long()
     q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in sequence(T, queries, 'cpu')))
     return _seen(sees, q, sequence(T, keys, 'cpu')).sum().item() / len(pos)
-
-
-def parse_rope_scaling(text):
-    """Return the four numbers of 'factor,low,high,tokens'. Raises ValueError."""
-    try:
-        factor, low, high, tokens = map(float, text.split(','))
-    except ValueError:
-        factor = low = high = tokens = 0.0
-    if not (1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= tokens < math.inf):
-        raise ValueError(f"rope_scaling = {text!r}: expected 'factor,low,high,tokens', such as Llama 3's '8,1,4,8192'")
-    return factor, low, high, tokens
 
 
 def rotate(x, rope):

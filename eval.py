@@ -26,7 +26,7 @@ import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -40,10 +40,10 @@ from common.settings import check_ranges, load_settings
 from common.validation import perplexity, validation_loss
 from data.tokenizers import Tokenizer, load_tokenizer
 
-CORPORA = ('wikitext', 'c4', 'books3', 'govreport')
+Corpus = Literal['wikitext', 'c4', 'books3', 'govreport']
 PAPERS = {  # paper: ({task: metric the paper reports}, corpora)
     'sps': ({'arc_easy': 'acc_norm', 'hellaswag': 'acc_norm', 'piqa': 'acc_norm', 'sciq': 'acc_norm',
-             'lambada_openai': 'acc'}, CORPORA),
+             'lambada_openai': 'acc'}, get_args(Corpus)),
     'nextlat': ({'wikitext': 'word_perplexity', 'lambada_standard': 'acc', 'piqa': 'acc', 'hellaswag': 'acc_norm',
                  'winogrande': 'acc', 'arc_easy': 'acc', 'arc_challenge': 'acc_norm', 'social_iqa': 'acc',
                  'sciq': 'acc'}, ()),
@@ -56,8 +56,8 @@ class Settings:
     val: bool = False  # validation loss on the run's own validation data, or on `data`
     data: str | None = None  # data folder for --val; None: the run's own data
     val_tokens: int | None = None  # tokens for --val, in the same windows as in training; None: all
-    corpus: str = ''  # comma-separated corpora: wikitext, c4, books3, govreport
-    tasks: str = ''  # comma-separated lm-eval tasks
+    corpus: tuple[Corpus, ...] = ()  # rolling log-likelihood on these
+    tasks: tuple[str, ...] = ()  # lm-eval tasks
     paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # run the tasks and corpora of this paper
     data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
     bos: bool | None = None  # start texts of tasks and corpora with bos; None: if the training data has bos
@@ -68,8 +68,7 @@ class Settings:
     dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        at_least_1 = dict.fromkeys(('val_tokens', 'limit', 'batch_tokens'), (1, inf))
-        check_ranges(self, **at_least_1, max_length=(2, inf))
+        check_ranges(self, val_tokens=1, limit=1, batch_tokens=1, max_length=2)
 
 
 def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> dict[str, float]:
@@ -192,12 +191,9 @@ def print_table(columns: dict[str, dict[str, float]]) -> None:
 
 
 def chosen(s: Settings) -> tuple[list[str], list[str]]:
-    """Return (tasks, corpora) to evaluate. UserError for an unknown corpus or nothing to do."""
+    """Return (tasks, corpora) to evaluate. UserError if there is nothing to do."""
     metrics, paper_corpora = PAPERS.get(s.paper, ({}, ()))
-    tasks, corpora = ([name.strip() for name in text.split(',') if name.strip()] for text in (s.tasks, s.corpus))
-    tasks, corpora = list(dict.fromkeys([*metrics, *tasks])), list(dict.fromkeys([*paper_corpora, *corpora]))
-    if unknown := [corpus for corpus in corpora if corpus not in CORPORA]:
-        raise UserError(f'unknown corpus {unknown[0]!r}: expected {", ".join(CORPORA)}')
+    tasks, corpora = list(dict.fromkeys([*metrics, *s.tasks])), list(dict.fromkeys([*paper_corpora, *s.corpus]))
     if not (s.val or tasks or corpora):
         raise UserError('nothing to do: give --val, --corpus=..., --tasks=... or --paper=sps|nextlat|gpn')
     return tasks, corpora

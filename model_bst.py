@@ -64,7 +64,7 @@ class Config:
     def __post_init__(self):
         if not 0 < self.pair_share <= 1:
             raise ValueError(f'pair_share = {self.pair_share}: expected more than 0, and at most 1 (all pairs)')
-        check_shape(self)
+        check_shape(self, n_text=1)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_text = self.n_text or self.n_ffn
 

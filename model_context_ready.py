@@ -78,7 +78,7 @@ class Config:
     window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
     dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-5  # epsilon of LayerNorm and RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
@@ -87,7 +87,7 @@ class Config:
     eos_id: int | None = None  # end-of-document id: attention and corrections do not cross it; None: one document
 
     def __post_init__(self):
-        check_shape(self)
+        check_shape(self, K=1, k_min=1, segment_len=1, window=0)
         self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
         is_plain = (self.n_kv_head, self.n_head * self.head_size) == (self.n_head, self.n_embd)
         if self.block == 'gpt' and (self.qkv_bias or self.qk_norm or not is_plain):

@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import CrossEntropy, checkpointed, chunked_loss, mask_padding, outside_graphs
+from attn_kernels import CrossEntropy, check_sizes, checkpointed, chunked_loss, mask_padding, outside_graphs
 
 try:
     from scans import gdn, pinned
@@ -52,10 +52,7 @@ class Config:
     eos_id: int | None = None  # end-of-document id: memory and convolution restart after it; None: never
 
     def __post_init__(self):
-        if self.conv_size < 2:
-            raise ValueError(f'conv_size = {self.conv_size}: expected at least 2 taps')
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
+        check_sizes(self, n_head=1, d_k=1, d_v=1, conv_size=2, chunk_len=1)
         if self.n_ffn is None:
             self.n_ffn = max(1, round(23 / 12 * self.n_embd / 32)) * 32
 

@@ -28,7 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import CrossEntropy, chunked_loss, mask_padding, outside_graphs
+from attn_kernels import CrossEntropy, check_sizes, chunked_loss, mask_padding, outside_graphs
 
 try:
     from scans import gpn, pinned
@@ -58,8 +58,7 @@ class Config:
     eos_id: int | None = None  # end-of-document id: state and memory restart after it; None: never (official code)
 
     def __post_init__(self):
-        if self.n_ids > self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer')
+        check_sizes(self, n_head=0, d_emb=1, d_k=1, d_v=1, bptt_len=1, segment_len=1)
         if self.scan == 'fast' and gpn is None:
             raise ValueError("scan = 'fast' needs the folder scans/: use 'auto' or 'loop'")
         self.n_ffn = self.n_ffn or max(1, round(8 / 3 * self.n_embd / 128)) * 128

@@ -43,9 +43,7 @@ class Config:
     head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
-        if self.horizon < 1:
-            raise ValueError(f'horizon = {self.horizon}: expected at least 1')
-        check_shape(self)
+        check_shape(self, horizon=1)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
 
 

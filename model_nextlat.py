@@ -49,7 +49,7 @@ class Config:
     qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, rounded up to a multiple of 128 (inferred)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = False  # the output head shares the embedding's weights
@@ -60,9 +60,7 @@ class Config:
     eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
 
     def __post_init__(self):
-        if self.horizon < 1:
-            raise ValueError(f"horizon = {self.horizon}: expected at least 1, or objective = 'ntp' without p_psi")
-        check_shape(self)
+        check_shape(self, horizon=1, n_dynamics=1)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_dynamics = self.n_dynamics or 3 * self.n_embd
 

@@ -68,7 +68,7 @@ class Config:
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
     attention: Literal['auto', 'triton'] = 'auto'  # triton: this repository's Triton kernels (GPU only)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = True  # the output head shares the embedding's weights
@@ -79,7 +79,7 @@ class Config:
     eos_id: int | None = 50256  # end-of-document id: attention does not cross it; None: one document
 
     def __post_init__(self):
-        check_shape(self)
+        check_shape(self, window=0, persistent_window=0, predict_layers=1)
         self.n_ffn = self.n_ffn or 3 * self.n_embd
         if self.n_ids >= self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
@@ -87,7 +87,7 @@ class Config:
         if METHODS[self.method][0] == BOTH and self.window is not None:
             raise ValueError(f'window = {self.window} with method = {self.method}, in which both streams persist: '
                              'set window = None')
-        if not 1 <= (self.predict_layers or self.n_layer) <= self.n_layer:
+        if (self.predict_layers or 1) > self.n_layer:
             raise ValueError(f'predict_layers = {self.predict_layers}: expected 1 to n_layer = {self.n_layer}, or None')
 
 

@@ -37,7 +37,7 @@ class Config:
     window: int | None = None  # past positions that a query sees besides its own; None: all
     attention: Literal['auto', 'triton'] = 'auto'  # triton: this repository's Triton kernels (GPU only)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: str | None = None  # RoPE scaling: Llama 3's 'factor,low,high,tokens', such as '8,1,4,8192'
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
     init: Literal['normal', 'torch'] = 'normal'  # normal: N(0, init_std^2) for all matrices; torch: nn.Linear's default
@@ -49,7 +49,7 @@ class Config:
     eos_id: int | None = 50256  # end-of-document id: attention does not cross it; None: one document
 
     def __post_init__(self):
-        check_shape(self)
+        check_shape(self, window=0)
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
 

@@ -19,7 +19,6 @@ import codecs
 import sys
 import time
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from common.decoding import SAMPLING, allocate_cache, generate
@@ -27,7 +26,7 @@ from common.files import UserError, friendly_errors
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, same_vocabulary
 from common.settings import check_ranges, load_settings
-from common.speculative import longest_draft, read_length, speculative_generate
+from common.speculative import DraftLen, longest_draft, speculative_generate
 from data.tokenizers import load_tokenizer
 
 
@@ -42,13 +41,13 @@ class Settings:
     stop: str | None = None  # stop a text before this string; \n means a newline
     file: str | None = None  # read prompts from this file, one per line
     ignore_eos: bool = False  # continue after the end of a document
-    draft_len: str | None = None  # speculative decoding: tokens per draft, or auto; None: auto with --draft, else off
+    draft_len: DraftLen | None = None  # speculative: tokens per draft, or auto; None: auto with --draft, else off
     draft: str | None = None  # run folder of the draft model; None: the model drafts for itself
     device: Device = 'auto'  # auto: cuda if available, else cpu
     dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        check_ranges(self, max_new_tokens=(1, inf), **SAMPLING)
+        check_ranges(self, max_new_tokens=1, seed=0, **SAMPLING)
 
 
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
@@ -153,9 +152,9 @@ def main(argv: list[str] | None = None) -> None:
         model, record = load_run(run, device, dtype)
         tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
         drafting = None
-        if s.draft or s.draft_len:
+        if s.draft or s.draft_len is not None:
             drafting = dict(draft=load_draft(s.draft, record, device, dtype) if s.draft else None,
-                            draft_len=read_length(s.draft_len or 'auto'))
+                            draft_len='auto' if s.draft_len is None else s.draft_len)
             longest_draft(model, **drafting)  # checks draft_len before anything is printed
             if getattr(model, 'sequential', False):
                 print('speculative decoding saves no time here: this model reads tokens one by one', file=sys.stderr)

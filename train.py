@@ -91,7 +91,9 @@ class Settings:
     def __post_init__(self):
         counts = ('batch_size', 'micro_batch_size', 'block_size', 'max_tokens', 'eval_interval', 'log_interval',
                   'save_interval', 'threads', 'assumed_ids')
-        check_ranges(self, **dict.fromkeys(counts, (1, math.inf)), keep_checkpoints=(2, math.inf), shard=(2, math.inf),
+        amounts = ('memory', 'seed', 'learning_rate', 'min_lr', 'warmup_tokens', 'weight_decay', 'grad_clip',
+                   'eval_tokens', 'eval_seed', 'acceptance_prompts', 'sample_tokens')
+        check_ranges(self, **dict.fromkeys(counts, 1), **dict.fromkeys(amounts, 0), keep_checkpoints=2, shard=2,
                      decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9))
 
 

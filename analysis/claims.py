@@ -14,7 +14,7 @@ seed, and claims.md, to out_dir.
 import statistics
 from dataclasses import dataclass
 from functools import cache
-from math import inf, nan
+from math import nan
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ class Settings:
     jobs: int = 2  # runs trained at a time, with one thread each
 
     def __post_init__(self):
-        check_ranges(self, seeds=(2, inf), jobs=(1, inf))
+        check_ranges(self, seeds=2, jobs=1)
 
 
 RUNS = {row['name']: row for row in read_csv(HERE / 'claims_runs.csv')}

@@ -50,7 +50,7 @@ class Settings:
     rates_only: bool = False  # only search the learning rates
 
     def __post_init__(self):
-        check_ranges(self, seeds=(1, inf), jobs=(1, inf), share=(1e-3, 1))
+        check_ranges(self, seeds=1, jobs=1, share=(1e-3, 1))
 
 
 def loss_of(folder: Path) -> float | None:

@@ -23,6 +23,7 @@ import torch
 from analysis import figures
 from common.files import UserError
 from common.run_settings import check_windows
+from common.settings import check_ranges
 from common.validation import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -33,6 +34,9 @@ ESTIMATES = ('L_pooled', 'L_token', 'L_token_50', 'L_token_90', 'L_token_99')
 class Settings(figures.ModelSettings):
     tokens: int = 65536  # validation tokens, from the start of the data
     batch_size: int = 16  # windows evaluated at a time
+
+    def __post_init__(self):
+        check_ranges(self, tokens=1, batch_size=1)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from analysis import figures
 from common.files import UserError
+from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
 
 STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
@@ -32,6 +33,9 @@ class Settings(figures.ModelSettings):
     batch_size: int | None = None  # windows per batch; None: 16k states in total, as in the paper
     block_size: int | None = None  # tokens per window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens to count the unigram distribution on
+
+    def __post_init__(self):
+        check_ranges(self, batches=1, batch_size=1, block_size=1, unigram_tokens=1)
 
 
 @torch.no_grad()

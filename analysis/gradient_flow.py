@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from analysis import figures
 from common.files import UserError
 from common.machine import DType, make_progress
+from common.settings import check_ranges
 
 STREAMS = 'x', 'rho'
 TREND = 21  # smoothing window in offsets (the paper's script)
@@ -42,6 +43,9 @@ class Settings(figures.ModelSettings):
     max_k: int | None = None  # largest k; None: half of block_size
     batch_size: int = 8  # losses per backward pass
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+
+    def __post_init__(self):
+        check_ranges(self, n_documents=1, seed=0, positions=1, block_size=1, max_k=1, batch_size=1)
 
 
 # ---- the gradient of a position's own parameters ----

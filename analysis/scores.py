@@ -19,17 +19,17 @@ from data.pointer_chasing import SOLVED
 
 @dataclass
 class Settings(figures.Settings):
-    scores: str = 'accuracy,solved,valid,next_token'  # prefixes of the logged values to draw, separated by commas
+    scores: tuple[str, ...] = ('accuracy', 'solved', 'valid', 'next_token')  # prefixes of the logged values to draw
     bars: bool = False  # draw the final scores as bars
 
 
-def score_names(runs: list[str], prefixes: str) -> list[str]:
+def score_names(runs: list[str], prefixes: tuple[str, ...]) -> list[str]:
     """Return the names of the first run's logged values that start with one of the prefixes."""
     logged = [name for record in read_log(runs[0]) for name in record]
-    names = dict.fromkeys(name for name in logged if name.startswith(tuple(prefixes.split(','))))
+    names = dict.fromkeys(name for name in logged if name.startswith(prefixes))
     if not names:
-        raise UserError(f'{runs[0]} logged nothing that starts with {prefixes!r}: was it trained and evaluated on a '
-                        'task?')
+        raise UserError(f'{runs[0]} logged nothing that starts with {" or ".join(prefixes)}: was it trained and '
+                        'evaluated on a task?')
     return list(names)
 
 
@@ -84,7 +84,7 @@ def print_ends(curves: dict[str, dict[str, list[dict]]], data: str) -> None:
         for name, points in scores.items():
             end, step = points[-1], solved_from(points)
             verdict = ''  # a loss
-            if any(score in name for score in Settings.scores.split(',')):  # rnn_accuracy_1, too
+            if any(score in name for score in Settings.scores):  # rnn_accuracy_1, too
                 verdict = ', not solved' if step is None else f', at least {SOLVED} from step {step:,} on'
             print(f'  {name}: {end["mean"]:.3f} ({end["lowest"]:.3f} to {end["highest"]:.3f}, '
                   f'seeds: {end["seeds"]}) after {end["step"]:,} steps{verdict}')

@@ -27,7 +27,7 @@ from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
 from common.run_settings import model_config
 from common.runs import count_parameters, load_run, meta_model
-from common.settings import load_settings
+from common.settings import check_ranges, load_settings
 from data import open_data
 from train import Settings as TrainSettings
 
@@ -52,6 +52,10 @@ class Settings:
     seeds: int = 5  # runs of each model and budget at its best learning rate
     jobs: int = 2  # runs trained at a time, with one thread each
     decode_tokens: int = 64  # tokens decoded in each of six rounds
+
+    def __post_init__(self):
+        check_ranges(self, n_layer=1, n_embd=1, head_size=1, block_size=1, batch_size=1, eval_tokens=1, seeds=1, jobs=1,
+                     decode_tokens=1)
 
 
 @dataclass

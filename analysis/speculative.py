@@ -32,15 +32,15 @@ from common.machine import Device, DType, decoding_dtype, init_distributed, loca
 from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
 from common.settings import check_ranges
-from common.speculative import longest_draft, read_length, speculative_generate
+from common.speculative import DraftLen, longest_draft, speculative_generate
 from sample import load_draft
 
 
 @dataclass
 class Settings(figures.Settings):
-    data: str | None = None  # data folders of the prompts, separated by commas; None: the run's own
+    data: tuple[str, ...] | None = None  # data folders of the prompts; None: the run's own
     draft: str | None = None  # run folder of a draft model; None: each model drafts for itself
-    draft_lens: str = '1,2,3,4,5,6,7,8,9,10,auto'  # draft lengths to compare; skips those the model cannot draft
+    draft_lens: tuple[DraftLen, ...] = (*range(1, 11), 'auto')  # lengths to compare; skips those the model cannot draft
     n_prompts: int = 1024  # prompts per data folder: the first validation documents that are long enough
     prompt_tokens: int = 512  # tokens of each prompt; shorter documents are skipped
     new_tokens: int = 512  # tokens generated after each prompt
@@ -50,18 +50,19 @@ class Settings(figures.Settings):
     dtype: DType = 'auto'  # weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
     def __post_init__(self):
-        check_ranges(self, new_tokens=(2, inf), temperature=SAMPLING['temperature'])
+        check_ranges(self, n_prompts=1, prompt_tokens=1, new_tokens=2, batch_size=1,
+                     temperature=SAMPLING['temperature'])
 
 
-def draft_lengths(text: str, model, draft) -> list[int | str]:
-    """Parse `draft_lens`, without lengths that the model cannot draft."""
+def draft_lengths(lengths: tuple[DraftLen, ...], model, draft) -> list[DraftLen]:
+    """Return the lengths that the model can draft. UserError if there is none."""
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
-    lengths = [n for n in map(read_length, text.split(',')) if isinstance(n, str) or n <= longest]
-    for n in ('auto', *lengths):
+    possible = [n for n in lengths if n == 'auto' or n <= longest]
+    for n in ('auto', *possible):
         longest_draft(model, draft, n)
-    if not lengths:
-        raise UserError(f'draft_lens is {text}: this model drafts up to {longest} tokens')
-    return lengths
+    if not possible:
+        raise UserError(f'draft_lens is {lengths}: this model drafts up to {longest} tokens')
+    return possible
 
 
 def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int]]:
@@ -149,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
         for run in runs:
             model, record = load_run(run, device, dtype)
             draft = None if s.draft is None else load_draft(s.draft, record, device, dtype)
-            folders = s.data.split(',') if s.data else [record['settings']['data']]
+            folders = s.data or [record['settings']['data']]
             tables |= {(run, folder): compare_lengths(model, draft, read_prompts(record, folder, s), s)
                        for folder in folders}
             if rank() == 0:

@@ -20,13 +20,13 @@ import torch
 from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common.decoding import generate
 from common.files import ROOT, UserError
-from common.settings import read_config_file
+from common.settings import check_ranges, read_config_file
 
 
 @dataclass
 class Settings:
-    scales: str = 'xs,s,m,l,xl' if GPU else 'xs'  # model sizes, from config/standard_<scale>.py
-    methods: str = 'two_x_memory,delayed_state,sps'  # compared with Standard; also reverse_sps and sps_window_0
+    scales: tuple[str, ...] = ('xs', 's', 'm', 'l', 'xl') if GPU else ('xs',)  # sizes: config/standard_<scale>.py
+    methods: tuple[str, ...] = ('two_x_memory', 'delayed_state', 'sps')  # also reverse_sps and sps_window_0
     batch: int = 16 if GPU else 4  # number of sequences
     prompt: int = 1024 if GPU else 256  # prompt tokens per sequence
     new: int = 3072 if GPU else 128  # decoded tokens per sequence
@@ -36,8 +36,9 @@ class Settings:
 
     def __post_init__(self):
         if self.toy:
-            self.scales, self.batch, self.prompt, self.new = 'toy', 2, 8, 4
-        self.names = list(dict.fromkeys(['standard', *self.methods.split(',')]))
+            self.scales, self.batch, self.prompt, self.new = ('toy',), 2, 8, 4
+        check_ranges(self, batch=1, prompt=1, new=1, rounds=1)
+        self.names = list(dict.fromkeys(['standard', *self.methods]))
         for name in self.names:
             if name not in FAMILY:
                 raise UserError(f'methods has {name!r}: expected {", ".join(FAMILY)}')
@@ -86,7 +87,7 @@ def speed(scale: str, s: Settings) -> Iterator[dict]:
 
 def figures(**values) -> Iterator[dict]:
     s = Settings(**values)
-    for scale in s.scales.split(','):
+    for scale in s.scales:
         yield from speed(scale, s)
         used = {name: memory(name, scale, s) if s.toy else isolated(memory, name, scale, s) for name in s.names}
         for what in ('held', 'peak', 'cache'):

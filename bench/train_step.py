@@ -24,6 +24,7 @@ import model_standard
 import train
 from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common import export, gpu, machine, runs
+from common.settings import check_ranges
 from common.start import SPIN_COUNT
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
@@ -36,6 +37,9 @@ OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in (
 @dataclass
 class Settings(bench.Settings):
     batch_size: int = 8  # sequences per step; two streams at 1024 tokens: a quarter of this
+
+    def __post_init__(self):
+        check_ranges(self, batch_size=1)
 
 
 # ---- one step ----

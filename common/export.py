@@ -33,7 +33,7 @@ from common.hf_tokenizer import fast_tokenizer, save_tokenizer
 from common.settings import load_settings
 from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vocab
 
-LINEAR = ',1e9,2e9,1'  # suffix of a rope_scaling that divides all frequencies by one factor
+LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
 LLAMA_CODE = 'eaa0f0cf616f7bee'  # digest of Block and Model in model_standard.py, which compute what a Llama does
@@ -86,9 +86,9 @@ def to_llama(c, tensors: dict, n_rows: int, max_tokens: int = 8192, ends: int | 
     from transformers import LlamaConfig, LlamaForCausalLM
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
     if c.rope_scaling:
-        factor, low, high, tokens = map(float, c.rope_scaling.split(','))
+        factor, low, high, tokens = c.rope_scaling
         rope |= {'rope_type': 'linear', 'factor': factor}
-        if not c.rope_scaling.endswith(LINEAR):
+        if (low, high, tokens) != LINEAR:
             rope |= {'rope_type': 'llama3', 'low_freq_factor': low, 'high_freq_factor': high,
                      'original_max_position_embeddings': int(tokens)}
     config = LlamaConfig(
@@ -272,15 +272,15 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     return c, n_rows, theirs.max_position_embeddings
 
 
-def rope_scaling_of(rope: dict, folder) -> str | None:
+def rope_scaling_of(rope: dict, folder) -> tuple[float, ...] | None:
     """Convert Hugging Face's rope_parameters to model_standard.Config.rope_scaling."""
     if rope['rope_type'] == 'default':
         return None
     if rope['rope_type'] == 'linear':
-        return f'{rope["factor"]:.15g}{LINEAR}'
+        return (rope['factor'], *LINEAR)
     if rope['rope_type'] == 'llama3':
         names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
-        return ','.join(f'{rope[name]:.15g}' for name in names)
+        return tuple(rope[name] for name in names)
     raise UserError(f'{folder} has rope_type {rope["rope_type"]!r}: expected default, linear or llama3')
 
 

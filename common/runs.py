@@ -158,6 +158,8 @@ def check_record(record: dict) -> None:
         owner = record[part] if part else record
         if key in owner:
             owner[key] = typed(key, owner[key], kind, 'there')
+            if type(owner[key]) is int and owner[key] < (key in ('block_size', 'batch_size', 'n_ids')):
+                raise ValueError(f'{key} is {owner[key]}')
         elif name in REQUIRED_KEYS:
             raise ValueError(f'no {name}')
     data = record['data']

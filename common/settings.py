@@ -21,11 +21,6 @@ from collections.abc import Callable
 from common.files import ROOT, UserError, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: integers up to here are exact as floats and in JSON
-SIZES = {'n_layer', 'n_embd', 'n_ids', 'vocab_size', 'block_size', 'batch_size', 'K', 'k_min', 'segment_len',
-         'chunk_len', 'predict_layers', 'head_size', 'n_kv_head',  # at least 1; next lines: analysis/
-         'seeds', 'jobs', 'steps', 'batches', 'n_documents', 'positions', 'max_k', 'offsets', 'words', 'n_prompts',
-         'prompt_tokens', 'n_walks', 'n_prefixes', 'max_degree', 'tokens', 'unigram_tokens', 'batch',
-         'prompt', 'new', 'rounds'}
 
 
 class Text(str):
@@ -96,53 +91,67 @@ def read_config_file(path: str) -> dict:
             if not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
 
 
-def kinds(annotation) -> tuple[list, list]:
-    """Return (allowed types, allowed values) of a setting. Only Literal settings list values."""
+def kinds(annotation) -> tuple[list[type], list, object]:
+    """Return what a setting allows: (types, values of its Literals, its tuple's elements or None).
+
+    Of `tuple[int, ...] | None` these are [NoneType], [] and int.
+    """
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
-    choices = [choice for part in parts for choice in typing.get_args(part)]
-    if choices and type(None) in parts:
-        choices.append(None)
-    return [type(choice) for choice in choices] or list(parts), choices
+    allowed, choices, element = [], [], None
+    for part in parts:
+        if typing.get_origin(part) is typing.Literal:
+            choices += typing.get_args(part)
+        elif typing.get_origin(part) is tuple:
+            element = typing.get_args(part)[0]
+        else:
+            allowed.append(part)
+    return allowed, choices, element
 
 
 def expected(annotation) -> str:
-    """Describe the choices or types of a setting: "'a', 'b' or None", 'int or None'."""
-    options, choices = kinds(annotation)
-    names = [repr(choice) for choice in choices] or [o.__name__.replace('NoneType', 'None') for o in options]
+    """Describe choices and types: "'a', 'b' or None", 'int or None', 'int separated by commas'."""
+    allowed, choices, element = kinds(annotation)
+    names = [*map(repr, choices), *(kind.__name__.replace('NoneType', 'None') for kind in allowed)]
+    if element is not None:
+        names.insert(0, f'{expected(element)} separated by commas')
     return ', '.join(names[:-1]) + ' or ' * (len(names) > 1) + names[-1]
 
 
 def typed(name: str, value, annotation, where: str):
-    """Convert a value to the type of its setting. UserError if impossible or out of range.
+    """Convert a value to the type of its setting. UserError if impossible.
 
-    A whole float such as 20e9 is accepted as an int, and an int as a float. Text is parsed first.
+    A whole float such as 20e9 is accepted as an int, and an int as a float. Text is parsed first:
+    a tuple is written 1,2,4.
     """
-    options, choices = kinds(annotation)
+    allowed, choices, element = kinds(annotation)
     if isinstance(value, Text):
-        value = parsed(str(value), options)
-    least, hint = 1 if name in SIZES else 0, ''
-    if type(value) in (int, float) and not least <= value <= LARGEST:
-        want = f'at least {least}, at most {LARGEST:.0e}'
-    elif value == '' and type(None) in options:  # --init_from=$RUN with RUN unset, for example
+        value = parsed(str(value), allowed, choices, element)
+    if element is not None and type(value) in (tuple, list):
+        return tuple(typed(name, part, element, where) for part in value)
+    want, hint = expected(annotation), ''
+    if type(value) in (int, float) and not -LARGEST <= value <= LARGEST:
+        want = f'a number from {-LARGEST:.0e} to {LARGEST:.0e}'
+    elif value == '' and type(None) in allowed:  # --init_from=$RUN with RUN unset, for example
         want = 'text or None'
     else:
-        if float in options and type(value) is int:
+        if float in allowed and type(value) is int:
             value = float(value)
-        if int in options and type(value) is float and value.is_integer():
+        if int in allowed and type(value) is float and value.is_integer():
             value = int(value)
-        if type(value) in options and (not choices or value in choices):
+        if type(value) in allowed or any(value == choice and type(value) is type(choice) for choice in choices):
             return value
-        want = expected(annotation)
         near = difflib.get_close_matches(str(value), map(str, choices), 1)
         hint = f'; did you mean {near[0]!r}?' if near else f'; write --{name}=VALUE' if value is True else ''
     raise UserError(f'{name} is {reprlib.repr(value)} {where}: expected {want}{hint}')
 
 
-def parsed(text: str, options: list):
-    """Parse command-line text for a setting with these types."""
-    if str in options and text not in ('None', "''", '""'):
+def parsed(text: str, allowed: list, choices: list, element):
+    """Parse command-line text for a setting that `kinds` describes."""
+    if text in choices or str in allowed and text not in ('None', "''", '""'):
         return text
+    if element is not None and text.lower() != 'none':
+        return tuple(Text(part.strip()) for part in text.strip('()[]').split(',') if part.strip())
     try:
         return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # last two: nested too deeply
@@ -165,13 +174,13 @@ def make_settings(Settings: type, values: dict, where: str):
         raise UserError(f'{error} ({where})')
 
 
-def check_ranges(settings, **ranges: tuple) -> None:
-    """Raise UserError for a number outside its range (low, high), inclusive. None is always valid.
+def check_ranges(settings, **ranges: float | tuple) -> None:
+    """Raise UserError for a number below its least value, or outside (low, high). None is valid.
 
-    Call it in __post_init__ of a settings dataclass.
+    Call it in __post_init__ of a settings dataclass. Numbers that it does not name may be negative.
     """
-    for name, (low, high) in ranges.items():
-        value = getattr(settings, name)
+    for name, bounds in ranges.items():
+        value, (low, high) = getattr(settings, name), bounds if isinstance(bounds, tuple) else (bounds, math.inf)
         if value is not None and not low <= value <= high:
             raise UserError(f'{name} is {value}: expected '
                             + (f'{low} to {high}' if high < math.inf else f'at least {low}'))

@@ -8,6 +8,7 @@ Read `verify` first, then `speculative_generate`. Drafts come from `SelfDrafter`
 """
 from collections import Counter
 from math import inf
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from common.files import UserError
 AUTO_CONFIDENCE = 0.02
 MAX_AUTO_DRAFT = 16  # maximum draft with draft_len 'auto'
 MAX_DRAFT = 1000  # maximum of any draft_len
+DraftLen = int | Literal['auto']
 
 
 def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +97,7 @@ def draft_tokens(decoder, longest: int, live, least: float) -> int:
     return longest
 
 
-def longest_draft(model, draft, draft_len: int | str) -> int:
+def longest_draft(model, draft, draft_len: DraftLen) -> int:
     """Return the maximum draft for a draft_len. UserError if invalid or too long for the model."""
     if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= MAX_DRAFT):
         raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or 1 to {MAX_DRAFT} tokens")
@@ -110,11 +112,6 @@ def longest_draft(model, draft, draft_len: int | str) -> int:
     if longest > most:
         raise UserError(f'draft_len is {draft_len}: this model can draft at most {most} tokens')
     return longest
-
-
-def read_length(text: str) -> int | str:
-    """Convert a draft_len from text; `longest_draft` validates it."""
-    return int(text) if text.isdecimal() else text
 
 
 class SpeculativeDecoder:

@@ -33,7 +33,7 @@ TRIES = 100  # random attempts before a row counts as too short
 @dataclass
 class Task:
     pairs: int | None = None  # key-value pairs per row, each queried once; None: 8, or `keys` if fewer
-    distances: str = '8-16-32-64'  # distances from pair to query, all in every row
+    distances: tuple[int, ...] = (8, 16, 32, 64)  # distances from pair to query, all in every row
     length: int = 128  # inputs per row, T
     keys: int = 16  # number of different keys
     values: int = 10  # number of different values; chance accuracy is 1 / values
@@ -47,11 +47,10 @@ class Task:
         self.pairs = min(8, self.keys) if self.pairs is None else self.pairs
         check_ranges(self, pairs=(1, 10_000), length=(MIN_DISTANCE + 1, 1_000_000), keys=(1, 1_000_000),
                      values=(1, 1_000_000), fillers=(1, 1_000_000), val_rows=(1, 10 ** 7))
-        parts = self.distances.split('-')
-        if not all(part.isdecimal() and len(part) < 8 and int(part) >= MIN_DISTANCE for part in parts):
-            raise UserError(f'distances is {self.distances!r}: expected integers of at least {MIN_DISTANCE} joined by '
-                            '-, such as 8-16-32-64')
-        self.all_distances = sorted({int(part) for part in parts})
+        if not self.distances or min(self.distances) < MIN_DISTANCE:
+            raise UserError(f'distances is {self.distances}: expected integers of at least {MIN_DISTANCE} joined by -, '
+                            'such as 8-16-32-64')
+        self.all_distances = sorted(set(self.distances))
         if not len(self.all_distances) <= self.pairs <= self.keys:
             raise UserError(f'pairs is {self.pairs}: expected at least {len(self.all_distances)}, the number of '
                             f'distances, and at most {self.keys}, the number of keys')

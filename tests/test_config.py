@@ -34,13 +34,20 @@ class Example:
     name: str | None = None  # a name
     flag: bool = False  # a switch
     shape: Literal['round', 'square'] | None = 'round'  # a shape
+    sizes: tuple[int, ...] = (1, 2)  # some sizes
+    rates: tuple[float, ...] | None = None  # some rates
+    lengths: tuple[int | Literal['auto'], ...] = ('auto',)  # some lengths
 
 
 @pytest.mark.parametrize('arg, name, value', [
     ('--count=20e9', 'count', 20_000_000_000), ('--rate=2', 'rate', 2.0), ('--rate=1e-4', 'rate', 1e-4),
     ('--text=a=b', 'text', 'a=b'), ('--text=1', 'text', '1'), ('--limit=None', 'limit', None),
     ('--limit=7', 'limit', 7), ('--flag', 'flag', True), ('--flag=false', 'flag', False), ('--name=x', 'name', 'x'),
-    ('--name=None', 'name', None), ('--shape=square', 'shape', 'square'), ('--shape=None', 'shape', None)])
+    ('--name=None', 'name', None), ('--shape=square', 'shape', 'square'), ('--shape=None', 'shape', None),
+    ('--rate=-4.0', 'rate', -4.0), ('--count=-3', 'count', -3), ('--limit=-1', 'limit', -1),
+    ('--sizes=1,2,4', 'sizes', (1, 2, 4)), ('--sizes=(3,)', 'sizes', (3,)), ('--sizes=', 'sizes', ()),
+    ('--rates=-1,2e-3', 'rates', (-1.0, 0.002)), ('--rates=None', 'rates', None),
+    ('--lengths=1, auto', 'lengths', (1, 'auto'))])
 def test_values_take_the_type_of_their_setting(arg, name, value):
     settings, _, given = load_settings(Example, [arg])
     assert getattr(settings, name) == value and given == {name: value}
@@ -57,10 +64,15 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
     ('--name=', "name is '' on the command line: expected text or None"),
     ('--count=' + '[' * 5000, "count is '[[["),
+    ('--sizes=1,x', "sizes is 'x' on the command line: expected int"),
+    ('--sizes=1.5', 'sizes is 1.5 on the command line: expected int'),
+    ('--sizes', 'sizes is True on the command line: expected int separated by commas; write --sizes=VALUE'),
+    ('--lengths=4,aut', "expected 'auto' or int; did you mean 'auto'?"),
+    ('--rates=1,nan', 'rates is '), ('--rate=--4', "rate is '--4'"),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
     ('--count=\0', 'expected int'), ('--rate=1e400', 'rate is inf on the command line'),
     *((f'--{name}={number}', f'{name} is ') for name in ('count', 'rate', 'limit') for number in (
-        'nan', 'inf', '-1e400', '1e18', '-1e18', '9' * 40, '9' * 5000, '-1'))])
+        'nan', 'inf', '-1e400', '1e18', '-1e18', '9' * 40, '9' * 5000))])
 def test_bad_values_give_a_clear_error(arg, sentence):
     with pytest.raises(UserError) as error:
         load_settings(Example, [arg])

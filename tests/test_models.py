@@ -16,7 +16,7 @@ import model_standard
 from common import machine, runs, settings
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
-GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling='8,1,4,8')
+GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling=(8, 1, 4, 8))
 GPN = dict(d_emb=24, d_k=8, d_v=12, n_ffn=40, segment_len=7)
 GDN = dict(d_k=8, d_v=12, n_ffn=40, chunk_len=7)
 VARIANTS = {
@@ -389,10 +389,11 @@ def test_parameter_counts_match_the_papers(path, millions):
                                                     'persist: set window = None'),
     ('sps', dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None'),
     ('sps', dict(n_ids=50304), 'vocab_size = 50304 has no room for the 50304 ids of the tokenizer and <predict>'),
-    ('standard', dict(rope_scaling='8,1,4'), "rope_scaling = '8,1,4': expected 'factor,low,high,tokens'"),
-    ('standard', dict(rope_scaling='8,1,4,nan'), "expected 'factor,low,high,tokens'"),
+    ('standard', dict(rope_scaling=(8, 1, 4)), 'rope_scaling = (8, 1, 4): expected factor, low, high, tokens'),
+    ('standard', dict(rope_scaling=(8, 4, 1, 8)), 'expected factor, low, high, tokens'),
+    ('standard', dict(window=-1), 'window = -1: expected at least 0'), ('gpn', dict(d_k=0), 'd_k = 0'),
     ('bst', dict(pair_share=0), 'pair_share = 0: expected more than 0, and at most 1'),
-    ('nextlat', dict(horizon=0), 'horizon = 0: expected at least 1'), ('standard', dict(n_head=0), 'even whole number'),
+    ('nextlat', dict(horizon=0), 'horizon = 0: expected at least 1'), ('standard', dict(n_head=0), 'n_head = 0'),
     ('context_ready', dict(K=1, bptt=True), 'needs a correction'),
     ('context_ready', dict(variant='extra_ffn'), 'nothing to unroll'),
     ('context_ready', dict(qk_norm=True), "settings of block = 'llama'"), ('context_ready', dict(dropout=2), 'dropout'),

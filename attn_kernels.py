@@ -416,7 +416,7 @@ def check_sizes(c, **least):
     """
     common = dict(n_layer=1, n_embd=1, n_ffn=1, vocab_size=1, n_ids=1, init_std=0, norm_eps=0)
     for name, low in (common | least).items():
-        value = getattr(c, name)
+        value = getattr(c, name, None)
         if value is not None and value < low:
             raise ValueError(f'{name} = {value}: expected at least {low}')
     if c.n_ids > c.vocab_size:
@@ -749,13 +749,14 @@ class Run:
 # ---- digests ----
 
 def digest(*objects):
-    """Return a fingerprint of source code, which ignores comments, docstrings and layout."""
+    """Return a fingerprint of code: objects or text. It ignores comments, docstrings and layout."""
     return hashlib.sha256('\n'.join(map(_code, objects)).encode()).hexdigest()[:16]
 
 
 def _code(x):
     code, starts_statement = '', True
-    for token in tokenize.generate_tokens(io.StringIO(textwrap.dedent(inspect.getsource(x))).readline):
+    text = x if isinstance(x, str) else textwrap.dedent(inspect.getsource(x))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.NL):
             continue
         if token.type != tokenize.STRING or not starts_statement:

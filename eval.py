@@ -33,6 +33,7 @@ import torch
 from common.benchmarks import local_records
 from common.files import UserError, add_path_to_errors, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
+from common.models import add_file, edited_files
 from common.parallel import rank
 from common.runs import load_run, run_data
 from common.scoring import Scorer
@@ -64,6 +65,8 @@ class Settings:
     limit: int | None = None  # number of documents per task or corpus; None: all
     batch_tokens: int = 16384  # tokens per batch, including padding
     max_length: int | None = None  # maximum context in tokens; None: the run's block_size
+    code: Literal['run'] | None = None  # run: the model's code as stored in the run, not as it is now
+    model: str | None = None  # path of the model's file, if it is not in this repository
     device: Device = 'auto'  # auto: cuda if available, else cpu
     dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
@@ -129,7 +132,7 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     """Load a run. Returns its Scorer, tokenizer and config.json."""
     device = local_device(s.device)
-    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type))
+    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
@@ -169,7 +172,8 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     of_steps = math.ceil(planned.get('max_tokens', 0) / (planned.get('batch_size', 1) * planned['block_size'])) or None
     return {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'step': record['step'],
             'of_steps': of_steps, 'dtype': str(next(model.parameters()).dtype)[6:],
-            'versions': versions, 'truncated': scorer.truncated, 'results': results}
+            'edited': edited_files(record['model'], folder), 'versions': versions, 'truncated': scorer.truncated,
+            'results': results}
 
 
 def append_line(folder, line: dict) -> None:
@@ -205,6 +209,7 @@ def main(argv: list[str] | None = None) -> None:
         if not runs:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
+        add_file(s.model)
         init_distributed('gloo')
         columns = {}
         for run in runs:

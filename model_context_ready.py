@@ -48,6 +48,7 @@ except ModuleNotFoundError:  # the folder scans/ is optional
 class Config:
     may_change = 'scan', 'segment_len', 'checkpoint_unrolls'  # settings that only affect speed and memory
     defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
+    state_window = 'window'  # setting that limits how much of the state is seen, for analyses
 
     n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H

@@ -257,14 +257,19 @@ class Model(nn.Module):
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
+    @property
+    def memory_cells(self):
+        """Return the number of values in the matrix memories of a sequence, L H K D."""
+        c = self.config
+        return c.n_layer * c.n_head * c.d_k * c.d_v
+
     def flops_per_token(self, T):
         """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
 
         Per head: two reads and a write of 2 K D FLOPs each, and twice that in the backward pass.
         """
-        c = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + 18 * c.n_layer * c.n_head * c.d_k * c.d_v
+        return 6 * weights + 18 * self.memory_cells
 
 
 class Cache:

@@ -158,7 +158,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    write_type = Write  # for subclasses, see analysis/edits.py
+    write_type = Write  # for subclasses, see edits/
 
     def __init__(self, config):
         super().__init__()
@@ -340,14 +340,18 @@ class Model(nn.Module):
             states.append(part)
         return torch.cat(states, 1)
 
+    @property
+    def memory_cells(self):
+        """Return the number of values in the matrix memory of a sequence, H K D."""
+        return self.config.n_head * self.config.d_k * self.config.d_v
+
     def flops_per_token(self, T):
         """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
 
         Per head: a write of 4 K D, five times with its backward pass; per layer a read, 6 K D.
         """
-        c = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + c.n_head * c.d_k * c.d_v * (4 * 5 + 6 * c.n_layer)
+        return 6 * weights + self.memory_cells * (4 * 5 + 6 * self.config.n_layer)
 
 
 def choose_rows(mask, a, b):

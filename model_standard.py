@@ -25,6 +25,7 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 class Config:
     may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
     defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
+    state_window = 'window'  # setting that limits how much of the state is seen, for analyses
 
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H

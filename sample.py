@@ -20,10 +20,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from common.decoding import SAMPLING, allocate_cache, generate
 from common.files import UserError, friendly_errors
 from common.machine import Device, DType, decoding_dtype, pick_device
+from common.models import add_file
 from common.runs import load_run, same_vocabulary
 from common.settings import check_ranges, load_settings
 from common.speculative import DraftLen, longest_draft, speculative_generate
@@ -43,6 +45,8 @@ class Settings:
     ignore_eos: bool = False  # continue after the end of a document
     draft_len: DraftLen | None = None  # speculative: tokens per draft, or auto; None: auto with --draft, else off
     draft: str | None = None  # run folder of the draft model; None: the model drafts for itself
+    code: Literal['run'] | None = None  # run: the model's code as stored in the run, not as it is now
+    model: str | None = None  # path of the model's file, if it is not in this repository
     device: Device = 'auto'  # auto: cuda if available, else cpu
     dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
 
@@ -75,9 +79,9 @@ def encode_prompts(s: Settings, tokenizer, record: dict, texts: list[str]) -> tu
     return prompts, n_new
 
 
-def load_draft(folder, record: dict, device, dtype):
+def load_draft(folder, record: dict, device, dtype, code: str | None = None):
     """Load the draft model from a run folder. UserError if its tokenizer is not `record`'s."""
-    draft, draft_record = load_run(folder, device, dtype)
+    draft, draft_record = load_run(folder, device, dtype, code)
     if not same_vocabulary(draft_record['data'], record['data']):
         raise UserError(f'the draft run {folder} has tokenizer {draft_record["data"]["tokenizer"]}, but the run has '
                         f'{record["data"]["tokenizer"]}: choose a draft run with the same tokenizer')
@@ -149,11 +153,12 @@ def main(argv: list[str] | None = None) -> None:
         run, *given = positional
         device = pick_device(s.device)
         dtype = decoding_dtype(s.dtype, device)
-        model, record = load_run(run, device, dtype)
+        add_file(s.model)
+        model, record = load_run(run, device, dtype, s.code)
         tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'])
         drafting = None
         if s.draft or s.draft_len is not None:
-            drafting = dict(draft=load_draft(s.draft, record, device, dtype) if s.draft else None,
+            drafting = dict(draft=load_draft(s.draft, record, device, dtype, s.code) if s.draft else None,
                             draft_len='auto' if s.draft_len is None else s.draft_len)
             longest_draft(model, **drafting)  # checks draft_len before anything is printed
             if getattr(model, 'sequential', False):

@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 
-from common import checkpoint, parallel, run_settings, runs
+from common import checkpoint, models, parallel, run_settings, runs
 from common.files import UserError, add_path_to_errors, command, friendly_errors, write_file
 from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
@@ -42,6 +42,7 @@ class Settings:
     model: str = 'standard'  # trains model_<name>.py; the fields of its Config are settings too
     out_dir: str | None = None  # run folder to write; None: out/<name of the config file>
     resume: bool = False  # continue the run in out_dir from its last checkpoint
+    code: Literal['run'] | None = None  # run: with resume, extend or init_from, the model's code as stored in that run
     overwrite: bool = False  # delete the run in out_dir and start a new one
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
     init_from: str | None = None  # run to take weights and model settings from (without a config file, also `model`)
@@ -239,15 +240,15 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 def make_model(s, config, data, record, machine) -> torch.nn.Module:
     """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
     torch.manual_seed(s.seed)
-    with runs.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
-        model = runs.model_file(s.model).Model(config).to(machine.device)
+    with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
+        model = models.model_file(s.model).Model(config).to(machine.device)
         model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     run_settings.describe(s, model, data)
     if s.init_from:
         from common.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)
         load_initial_weights(s, record, model, idx.to(machine.device))
-    machine.dtype = pick_dtype(s.dtype, machine.device.type, runs.count_parameters(model) >= BF16_PARAMETERS)
+    machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}'

@@ -1,7 +1,6 @@
 """Figures and tables: each script reads run folders and writes a figure and the numbers behind it.
 
-docs/evaluation.md and each paper's page list the commands. figures.py is the shared code, edits.py
-has edited models for comparisons.
+docs/evaluation.md and each paper's page list the commands. figures.py is the shared code.
 """
 import sys
 

@@ -21,7 +21,7 @@ WHO = {'accuracy': '', 'rnn_accuracy': ', p_psi as an RNN'}  # score: suffix of 
 
 
 @dataclass
-class Settings(figures.Settings):
+class Settings(figures.CodeSettings):
     length: int = 36  # elements per word
     words: int = 10_000  # number of held-out words, the same for all runs (paper: about 100,000)
     batch_size: int = 1000  # words evaluated at a time
@@ -43,7 +43,8 @@ def measure(folders: list[str], s: Settings) -> list[dict]:
     """Return the CSV rows, without labels, for runs that differ only in the seed."""
     length, device = trained_length(folders[0]), pick_device(s.device)
     data = open_data(f'a5:length={s.length},val_rows={s.words}')
-    found = [data.score(load_run(run, device)[0], device, s.batch_size) for run in figures.usable_runs(folders)]
+    trained = [load_run(run, device, code=s.code)[0] for run in figures.usable_runs(folders)]
+    found = [data.score(model, device, s.batch_size) for model in trained]
     return [{'who': who, 'trained': length, 'position': t}
             | figures.spread([scores[f'{score}_{t}'] for scores in found])
             for score, who in WHO.items() if f'{score}_1' in found[0] for t in range(1, s.length + 1)]

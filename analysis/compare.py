@@ -26,8 +26,9 @@ from bench import markdown_table, one_line, where_and_when
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
+from common.models import count_parameters, model_file
 from common.run_settings import read_settings
-from common.runs import count_parameters, meta_run, model_file, read_log, read_run
+from common.runs import meta_run, read_log, read_run
 from common.settings import check_ranges, load_settings
 from common.validation import perplexity
 from data import open_data

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from analysis import figures
-from common.files import UserError
 from common.run_settings import check_windows
 from common.settings import check_ranges
 from common.validation import perplexity
@@ -79,8 +78,7 @@ def contraction(moves):
 def analyse(run, s):
     """Return the row of a run in the table."""
     model, record, data = figures.load_model_and_data(run, s)
-    if record['model'] != 'context_ready':
-        raise UserError(f"{run} is a model_{record['model']}: expected runs of model_context_ready")
+    figures.require(model, run, 'prepare', 'iterates', 'correct', 'stream', 'nll')
     c, T = model.config, record['settings']['block_size']
     check_windows(data, T)
     windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))

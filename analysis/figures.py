@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ import torch
 from common.continuing import MAY_CHANGE, may_change
 from common.files import UserError, command, friendly_errors, is_number, printable, read_lines, warn_once, write_file
 from common.machine import Device, pick_device, pick_dtype
-from common.runs import count_parameters, load_run, meta_run, read_log, read_run, run_data
+from common.models import add_file, count_parameters
+from common.runs import load_run, meta_run, read_log, read_run, run_data
 from common.settings import load_settings, make_settings
 from data.shards import Data
 from train import Settings as TrainSettings
@@ -32,10 +34,16 @@ BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of 
 @dataclass
 class Settings:
     out: str | None = None  # NAME of the files to write, without extension; None: the script's name, beside the runs
+    model: str | None = None  # path of the model's file, if it is not in this repository
 
 
 @dataclass
-class ModelSettings(Settings):
+class CodeSettings(Settings):
+    code: Literal['run'] | None = None  # run: the model's code as stored in the run, not as it is now
+
+
+@dataclass
+class ModelSettings(CodeSettings):
     data: str | None = None  # data folder or task; None: the runs' own data
     device: Device = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
 
@@ -52,13 +60,21 @@ def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> Iterator
         s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError(f'which runs? python -m analysis.{usage}')
+        add_file(s.model)
         yield s, runs
 
 
 def load_model_and_data(run: str, s) -> tuple:
     """Load a run on s.device: (model, config.json, data). s.data overrides the run's data."""
-    model, record = load_run(run, pick_device(s.device))
+    model, record = load_run(run, pick_device(s.device), code=s.code)
     return model, record, run_data(record, s.data, run)
+
+
+def require(model, run: str, *methods: str) -> None:
+    """Raise UserError unless the model of a run has these methods."""
+    if missing := [name for name in methods if not hasattr(model, name)]:
+        raise UserError(f'{run} cannot be analyzed: {type(model).__module__} has no {missing[0]} (needed: '
+                        f'{", ".join(methods)})')
 
 
 def autocast(dtype: str, device: torch.device):

@@ -280,8 +280,7 @@ def print_summary(rows):
 def analyse(run: str, s: Settings):
     """Return the rows of `measure` for a run."""
     model, record, data = figures.load_model_and_data(run, s)
-    if record['model'].partition('.')[0] != 'gpn':  # edits such as gpn.NoDecay are accepted
-        raise UserError(f'{run} is a run of model_{record["model"]}: expected a run of model_gpn')
+    figures.require(model, run, 'ground_input', 'first_state', 'step')
     if model.config.eos_id is not None:
         raise UserError(f'{run} starts each document with an empty state: expected a run with --documents=False')
     device = model.fuse.weight.device

@@ -71,7 +71,7 @@ def layers_of(model, run) -> dict:
     """
     layers = {layer: SQUARES.get(type(layer)) for layer in getattr(model, 'blocks', nn.ModuleList()).modules()
               if [*layer.parameters(recurse=False)]}
-    if not layers or None in layers.values() or getattr(model.config, 'K', 1) > 1:
+    if not layers or None in layers.values() or hasattr(model, 'iterates') and model.config.K > 1:
         raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps or nextlat, whose '
                         'blocks have only linear layers and RMSNorm')
     return layers

@@ -44,10 +44,10 @@ def restricted(model, omega: int, run='the model'):
     Raises UserError if the model has no such window, or a window of omega or less.
     """
     config = model.config
-    name = next((name for name in ('persistent_window', 'window') if hasattr(config, name)), None)
+    name = getattr(config, 'state_window', None)
     if name is None:
-        raise UserError(f'{run} is a {type(model).__module__}, whose state has no window: expected a run of sps, '
-                        'standard or context_ready')
+        raise UserError(f'{run} is a {type(model).__module__}, whose state has no window (Config.state_window): '
+                        'expected a run of sps, standard or context_ready')
     trained = getattr(config, name)
     if trained is not None and trained <= omega:
         raise UserError(f'{run} was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '

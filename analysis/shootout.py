@@ -25,8 +25,9 @@ from analysis.compare import make_method, one_dtype, set_best_rates, speed, trai
 from bench import decoding_speeds, markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import decoding_dtype, pick_device
+from common.models import count_parameters, meta_model
 from common.run_settings import model_config
-from common.runs import count_parameters, load_run, meta_model
+from common.runs import load_run
 from common.settings import check_ranges, load_settings
 from data import open_data
 from train import Settings as TrainSettings

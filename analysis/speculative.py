@@ -37,7 +37,7 @@ from sample import load_draft
 
 
 @dataclass
-class Settings(figures.Settings):
+class Settings(figures.CodeSettings):
     data: tuple[str, ...] | None = None  # data folders of the prompts; None: the run's own
     draft: str | None = None  # run folder of a draft model; None: each model drafts for itself
     draft_lens: tuple[DraftLen, ...] = (*range(1, 11), 'auto')  # lengths to compare; skips those the model cannot draft
@@ -148,8 +148,8 @@ def main(argv: list[str] | None = None) -> None:
         device, tables = local_device(s.device), {}
         dtype = decoding_dtype(s.dtype, device.type)
         for run in runs:
-            model, record = load_run(run, device, dtype)
-            draft = None if s.draft is None else load_draft(s.draft, record, device, dtype)
+            model, record = load_run(run, device, dtype, s.code)
+            draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
             folders = s.data or [record['settings']['data']]
             tables |= {(run, folder): compare_lengths(model, draft, read_prompts(record, folder, s), s)
                        for folder in folders}

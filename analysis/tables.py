@@ -20,7 +20,8 @@ from pathlib import Path
 from analysis import figures
 from bench import FAMILY, RESULTS, markdown_table
 from common.files import ROOT, UserError, read_json, write_file
-from common.runs import make_config, read_log, read_run, saved_config
+from common.models import make_config, saved_config
+from common.runs import meta_run, read_log, read_run
 from common.settings import read_config_file
 from common.validation import perplexity
 
@@ -109,12 +110,11 @@ def own_row(runs: list[str], columns: list[str], measured: list[dict]) -> dict[s
 
 
 def state_size(run: str) -> dict[str, int]:
-    """Return model width and matrix-memory size (GPN: one memory; GDN: one per layer)."""
-    record = read_run(run)
-    c = saved_config(record, run)
-    row = {'state dim': c.n_embd} if hasattr(c, 'n_embd') else {}
-    if hasattr(c, 'd_k'):
-        row['memory cells'] = c.n_head * c.d_k * c.d_v * (c.n_layer if figures.model_name(record) == 'gdn' else 1)
+    """Return model width and, for recurrent models, the size of the matrix memory."""
+    model = meta_run(run)
+    row = {'state dim': model.config.n_embd} if hasattr(model.config, 'n_embd') else {}
+    if hasattr(model, 'memory_cells'):
+        row['memory cells'] = model.memory_cells
     return row
 
 

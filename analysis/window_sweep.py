@@ -8,7 +8,8 @@ Standard, are drawn as a horizontal line. Writes NAME.png and NAME.csv.
 from math import inf
 
 from analysis import figures
-from common.runs import read_run, saved_config
+from common.models import saved_config
+from common.runs import read_run
 
 
 class Settings(figures.Settings):

@@ -32,7 +32,7 @@ from unittest import mock
 
 import torch
 
-from common import runs
+from common import models
 from common.decoding import Decoder, allocate_cache, decodable
 from common.files import UserError, friendly_errors
 from common.settings import load_settings
@@ -55,7 +55,7 @@ def make_model(name: str, **values):
     """Return a model of FAMILY with random weights (seed 0), on the GPU if there is one."""
     file, own = FAMILY[name]
     torch.manual_seed(0)
-    module = runs.model_file(file)
+    module = models.model_file(file)
     return module.Model(module.Config(**own, **values)).to(DEVICE)
 
 

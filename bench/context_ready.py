@@ -13,7 +13,7 @@ import torch
 from bench import DEVICE, GPU, decoding_speeds, measure
 from common.decoding import Decoder
 from common.machine import decoding_dtype, start_processes
-from common.runs import count_parameters
+from common.models import count_parameters
 from model_context_ready import Config, Model
 from train import Settings
 

@@ -20,7 +20,7 @@ import torch
 
 import train
 from bench import DEVICE, GPU, TOY_SHAPE, Settings, measure, process, resident
-from common import gpu, machine, run_settings, runs
+from common import gpu, machine, models, run_settings
 from common.dry_run import assumed_data, state_bytes
 from common.files import ROOT
 from common.memory import activation_bytes
@@ -52,9 +52,9 @@ def make_step(side: str, scale: str, toy: bool) -> tuple[Callable, dict]:
     this, config = machine.start_processes(s), run_settings.model_config(s, given, assumed_data(s, None), None)
     this.dtype = machine.pick_dtype(s.dtype, DEVICE.type)
     torch.manual_seed(s.seed)
-    model = runs.model_file(s.model).Model(config).to(DEVICE)
+    model = models.model_file(s.model).Model(config).to(DEVICE)
     compiled, optimizer = this.compiled(model, s.compile), train.make_optimizer(model, s)
-    data, skips, on_meta = RandomText(config.eos_id), torch.zeros(3, device=DEVICE), runs.meta_model(s.model, config)
+    data, skips, on_meta = RandomText(config.eos_id), torch.zeros(3, device=DEVICE), models.meta_model(s.model, config)
     estimate = state_bytes(on_meta, 1, False) + activation_bytes(on_meta, this.dtype, s.block_size, s.batch_size)
 
     def step():

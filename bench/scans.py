@@ -11,7 +11,7 @@ import torch
 
 import train
 from bench import DEVICE, GPU, alternate, isolated, measure, resident
-from common import machine, runs
+from common import machine, models
 from scans import gpn
 
 BYTES = dict(vocab_size=320, n_ids=257, eos_id=None)
@@ -31,7 +31,7 @@ TOY_CASES = [('gpn', 2, 16, TOY | dict(d_emb=16)), ('gdn', 2, 16, TOY),
 def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Callable[[], float]:
     """Return a function that does a step and returns the loss. form: loop, fast or fast bf16."""
     torch.manual_seed(0)
-    file = runs.model_file(name)
+    file = models.model_file(name)
     model = file.Model(file.Config(scan=form.split()[0], **values)).to(DEVICE)
     for p in model.parameters():  # all: zero matrices would make other gradients zero
         if p.dim() == 2:  # so small that rounding errors do not grow from token to token

@@ -23,7 +23,7 @@ import bench
 import model_standard
 import train
 from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
-from common import export, gpu, machine, runs
+from common import export, gpu, machine, models
 from common.settings import check_ranges
 from common.start import SPIN_COUNT
 
@@ -132,7 +132,7 @@ def objective_step(objective: str, horizon: int, batch_size: int, vocabulary=VOC
     shape |= dict(vocab_size=vocabulary, n_ids=vocabulary, eos_id=None)
     own = {'ntp': dict(objective='ntp'), 'nextlat': dict(horizon=horizon, n_dynamics=n_dynamics),
            'bst': dict(pair_share=0.1)}.get(objective, dict(horizon=horizon))
-    module = runs.model_file('nextlat' if objective == 'ntp' else objective)
+    module = models.model_file('nextlat' if objective == 'ntp' else objective)
     model = module.Model(module.Config(**own, **shape)).to(DEVICE)
     tokens = torch.randint(0, vocabulary, (2, batch_size, tokens_per_row), device=DEVICE)
     dtype = machine.pick_dtype('auto', DEVICE.type)

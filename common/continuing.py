@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, runs
+from common import checkpoint, models, runs
 from common.files import UserError, write_file
 from common.settings import make_settings, options_of
 
 MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
-    'resume', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
+    'resume', 'code', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
     'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
     'data'}  # the folder may move; the checksum of its content must match
@@ -24,7 +24,7 @@ MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
 
 def may_change(model_name: str) -> set[str]:
     """Return the names of all settings that may change on --resume."""
-    return MAY_CHANGE | {*getattr(runs.model_file(model_name).Config, 'may_change', ())}
+    return MAY_CHANGE | {*getattr(models.model_file(model_name).Config, 'may_change', ())}
 
 
 def add_model_option(argv: list[str]) -> list[str]:
@@ -32,14 +32,14 @@ def add_model_option(argv: list[str]) -> list[str]:
     options = {name: value for name, value in options_of(argv).items() if value not in ('None', 'False', 'false')}
     source = options.get('out_dir') if 'resume' in options else options.get('extend') or options.get('init_from')
     if source and source is not True and 'model' not in options and all(arg.startswith('-') for arg in argv):
-        return [*argv, f'--model={runs.read_run(source)["model"]}']
+        return [*argv, f'--model={runs.read_run(source, options.get("code"))["model"]}']
     return argv
 
 
 def continued_settings(s, given: dict) -> tuple:
     """Return (settings of the run to resume or extend, updated with `given`; its config.json)."""
     folder = s.out_dir if s.resume else s.extend
-    record = runs.read_run(folder)
+    record = runs.read_run(folder, s.code)
     saved = make_settings(type(s), record['settings'], f'in {folder}/config.json')
     free = may_change(record['model'])
     if not s.resume:
@@ -47,10 +47,11 @@ def continued_settings(s, given: dict) -> tuple:
         free |= {'extend', 'max_tokens'}
     if s.dtype == 'auto':
         given.pop('dtype', None)  # the run recorded the dtype that auto chose
-    known = asdict(saved) | asdict(runs.saved_config(record, folder))
+    known = asdict(saved) | asdict(models.saved_config(record, folder))
     check_unchanged(folder, known, {name: value for name, value in given.items() if name not in free})
     own = {f.name for f in fields(s)}
-    return replace(saved, **{name: given[name] for name in given if name in own} | {'out_dir': s.out_dir}), record
+    values = {name: given[name] for name in given if name in own}
+    return replace(saved, **values | {'out_dir': s.out_dir, 'model': record['model']}), record
 
 
 def check_extension(s, saved, given: dict) -> None:
@@ -81,17 +82,16 @@ def inherit_model_settings(s, given: dict) -> tuple:
     """Return (settings, given), with the model settings of s.init_from where the user gave none."""
     if Path(s.out_dir).resolve() == Path(s.init_from).resolve():
         raise UserError(f'--init_from and --out_dir are both {s.init_from}: set another --out_dir')
-    source = runs.read_run(s.init_from)
-    values = asdict(runs.saved_config(source, s.init_from))
-    if source['model'] != s.model:  # only settings that both have and mean alike
-        theirs, ours = (runs.model_file(name).Config for name in (source['model'], s.model))
-        known = {f.name for f in fields(ours)}
-        for name in getattr(theirs, 'defining', ()):
-            if values[name] is not None and name not in known:
-                raise UserError(f'{s.init_from} cannot be converted to this model: it has {name} = {values[name]}, but '
-                                f'model_{s.model} has no {name}')
-        known -= {*getattr(theirs, 'own', ()), *getattr(ours, 'own', ())}
-        values = {name: value for name, value in values.items() if name in known}
+    source = runs.read_run(s.init_from, s.code)
+    values = asdict(models.saved_config(source, s.init_from))
+    theirs, ours = (models.model_file(name).Config for name in (source['model'], s.model))
+    known = {f.name for f in fields(ours)}
+    for name in getattr(theirs, 'defining', ()):
+        if values[name] is not None and name not in known:
+            raise UserError(f'{s.init_from} cannot be converted to this model: it has {name} = {values[name]}, but '
+                            f'model_{models.model_name(s.model)} has no {name}')
+    known -= {*getattr(theirs, 'own', ())} ^ {*getattr(ours, 'own', ())}  # these mean something else in one of them
+    values = {name: value for name, value in values.items() if name in known}
     if 'documents' not in given and 'eos_id' in values:
         s = replace(s, documents=values['eos_id'] is not None)
     return s, {name: value for name, value in values.items() if name not in ('n_ids', 'eos_id')} | given
@@ -105,7 +105,7 @@ def continued_config(s, given: dict, data, record: dict):
         raise UserError(f'{data.folder} is not the data that the run in {folder} was trained on (checksums '
                         'differ): restore that data, or start a new run with --init_from')
     changed = {name: value for name, value in given.items() if name in may_change(record['model'])}
-    return runs.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
+    return models.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
 
 
 # ---- weights and log ----
@@ -151,7 +151,7 @@ def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -
     new = sorted(converted.keys() - tensors.keys())
     if not new:
         return
-    original, _ = runs.load_run(source, idx.device)
+    original, _ = runs.load_run(source, idx.device, code=s.code)
     with torch.no_grad():
         want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
     model.train()

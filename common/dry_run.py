@@ -7,7 +7,7 @@ from os.path import relpath
 from pathlib import Path
 from types import SimpleNamespace
 
-from common import runs
+from common import models, runs
 from common.files import ROOT, command, first_line
 from common.machine import pick_dtype
 from common.memory import activation_bytes
@@ -25,7 +25,7 @@ def dry_run(s, given: dict, record, machine) -> None:
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
     check_settings(s, data, n_processes)
-    model = runs.meta_model(s.model, config)
+    model = models.meta_model(s.model, config)
     describe(s, model, data)
     print_memory(s, model, n_processes)
 
@@ -94,10 +94,10 @@ def state_bytes(model, n_shards: int, accumulates: bool) -> float:
     lists what FSDP holds; for the blocks: one block, the prefetched one, its gradients and two
     buffers. This follows PyTorch's source code and was not measured.
     """
-    n_params = runs.count_parameters(model)
+    n_params = models.count_parameters(model)
     if n_shards == 1:
         return 16 * n_params
-    blocks = [runs.count_parameters(module) for module in gathered_modules(model)]
+    blocks = [models.count_parameters(module) for module in gathered_modules(model)]
     outside = n_params - sum(blocks)
     waiting = sum(blocks) if accumulates else 0
     return 16 * n_params / n_shards + 4 * (2 * outside + max(outside, 5 * max(blocks, default=0)) + waiting)

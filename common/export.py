@@ -15,19 +15,19 @@ if __name__ == '__main__':
     quiet_start()
 
 import dataclasses
-import re
 import shlex
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from attn_kernels import digest
-from common import checkpoint, runs
+from common import checkpoint, models, runs
 from common.files import ROOT, UserError, command, first_line, friendly_errors, read_json, write_file
 from common.hf_tokenizer import fast_tokenizer, save_tokenizer
 from common.settings import load_settings
@@ -46,6 +46,8 @@ class Settings:
     to_hf: str | None = None  # new folder to write, with the model's code unless the run is a Llama
     tokenizer: str | None = None  # with --from_llama: tokenizer, as in prepare_fineweb.py; None: the folder's own
     eos_token: str | None = None  # with --from_llama: token that ends a document; None: from tokenizer_config.json
+    code: Literal['run'] | None = None  # run: the model's code as stored in the run, not as it is now
+    model: str | None = None  # path of the model's file, if it is not in this repository
 
 
 def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
@@ -111,16 +113,16 @@ def llama_tensors(c, tensors: dict, n_rows: int) -> dict:
 
 def llama_mismatch(record: dict, c) -> str | None:
     """Return why a run cannot be a Llama, or None if it can. c: the model's Config."""
-    if record['model'] != 'standard':
-        return f'is a run of model_{record["model"]}'
+    module = models.model_file(record['model'])
+    if not hasattr(module, 'Block') or digest(module.Block, module.Model) != LLAMA_CODE:
+        return f'is of {Path(module.__file__).name}, whose code is not that of a Llama'
     for name, plain in (('window', None), ('qkv_bias', False), ('qk_norm', False)):
         if getattr(c, name) != plain:
             return f'has {name} = {getattr(c, name)}'
-    module = runs.model_file('standard')
-    return None if digest(module.Block, module.Model) == LLAMA_CODE else 'is of an edited model_standard.py'
+    return None
 
 
-def export_run(run, folder, as_llama: bool = True) -> None:
+def export_run(run, folder, as_llama: bool = True, code: str | None = None) -> None:
     """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with its tokenizer.
 
     as_llama: UserError if the run is no Llama; False: add the model's code instead.
@@ -129,8 +131,8 @@ def export_run(run, folder, as_llama: bool = True) -> None:
     run, folder = Path(run), Path(folder)
     if folder.exists():
         raise UserError(f'{folder} already exists: choose a new folder')
-    record = runs.read_run(run)
-    c, data, block_size = runs.portable_config(record, run), record['data'], record['settings']['block_size']
+    record = runs.read_run(run, code)
+    c, data, block_size = models.portable_config(record, run), record['data'], record['settings']['block_size']
     reason = llama_mismatch(record, c)
     if as_llama and reason:
         raise UserError(f'{run} {reason}, which is not supported for Llama: use --to_hf')
@@ -156,9 +158,6 @@ def export_run(run, folder, as_llama: bool = True) -> None:
 def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
     """Write weights, model file and the wrapper common/hf_model.py as a Hugging Face folder."""
     from common.hf_model import RunConfig
-    name = f'model_{record["model"]}'
-    if not (ROOT / f'{name}.py').is_file():
-        raise UserError(f'{record["model"]} is a subclass: only a model file can be exported')
     folder.mkdir(parents=True)
     RunConfig(
         model_config=dataclasses.asdict(c), vocab_size=n_rows,
@@ -169,13 +168,10 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
     ).save_pretrained(folder)
     save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
               {'format': 'pt'})
-    imports, sources = re.compile(r'^from (attn_kernels|model_\w+) import', re.MULTILINE), ['common/hf_model.py']
-    for source in sources:  # and all files that these import
-        code = (ROOT / source).read_text(encoding='utf-8')
-        if source == 'common/hf_model.py':
-            code = code.replace('from model_standard import', f'from {name} import')
-        sources += {f'{other}.py' for other in imports.findall(code)} - {*sources}
-        write_file(folder / Path(source).name, imports.sub(r'from .\1 import', code).encode())
+    wrapper = (ROOT / 'common/hf_model.py').read_text(encoding='utf-8')
+    wrapper = wrapper.replace('from model_standard import', f'from .model_{models.model_name(record["model"])} import')
+    write_file(folder / 'hf_model.py', wrapper.encode())
+    models.copy_code(record['model'], folder)
 
 
 # ---- from Hugging Face ----
@@ -261,7 +257,7 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
                         'with --tokenizer')
     # Hugging Face's padding rows (more rows than ids) are part of the softmax; ours are not.
     is_padded = n_rows > tokenizer.n_ids
-    c = runs.make_config('standard', dict(
+    c = models.make_config('standard', dict(
         n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads, n_embd=theirs.hidden_size,
         n_ffn=theirs.intermediate_size, n_kv_head=theirs.num_key_value_heads,
         head_size=getattr(theirs, 'head_dim', None), qkv_bias=family == 'qwen2', qk_norm=family == 'qwen3',
@@ -325,10 +321,11 @@ def main(argv: list[str] | None = None) -> None:
         from transformers.utils import logging
         logging.disable_progress_bar()
         run, = positional
+        models.add_file(s.model)
         if s.from_llama is not None:
             import_llama(s.from_llama, run, s.tokenizer, s.eos_token)
         else:
-            export_run(run, s.to_llama if s.to_hf is None else s.to_hf, as_llama=s.to_hf is None)
+            export_run(run, s.to_llama if s.to_hf is None else s.to_hf, s.to_hf is None, s.code)
 
 
 if __name__ == '__main__':

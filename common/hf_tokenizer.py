@@ -5,7 +5,8 @@ from pathlib import Path
 
 from common.files import write_file, write_json
 from data.tasks import make_task, task_class
-from data.tokenizers import EOS_NAMES, load_tokenizer, symbol_pattern
+from data.tokenizer_files import EOS_NAMES
+from data.tokenizers import load_tokenizer, symbol_pattern
 
 
 def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:

@@ -2,7 +2,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from common import runs
+from common import models, runs
 from common.files import UserError, command
 from common.machine import ranks
 from common.settings import load_settings
@@ -17,9 +17,12 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
         from common.continuing import add_model_option
         argv = add_model_option(argv)
-    s, positional, given = load_settings(Settings, argv, lambda name: runs.model_file(name).Config)
+    s, positional, given = load_settings(Settings, argv, config_class)
+    s.model = given_model(s.model)
+    if 'model' in given:
+        given['model'] = models.model_name(s.model)
     if s.out_dir is None:
-        s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
+        s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{models.model_name(s.model)}'
     record = None
     if s.extend or s.resume:
         from common.continuing import continued_settings
@@ -29,6 +32,16 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
         s, given = inherit_model_settings(s, given)
     own = {f.name for f in fields(Settings)}
     return s, {name: value for name, value in given.items() if name not in own}, record
+
+
+def config_class(model: str) -> type:
+    """Return the Config of a model that the user gave, by name or path."""
+    return models.model_file(given_model(model)).Config
+
+
+def given_model(model: str) -> str:
+    """Return the name of a model given by name or path (of a copy in a run: its path)."""
+    return models.add_file(model) if model.endswith('.py') else model
 
 
 def model_config(s, given, data, record):
@@ -43,8 +56,12 @@ def model_config(s, given, data, record):
                         'out n_ids')
     eos_id = data.eos_id if s.documents else None
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
-    shared_names = [f.name for f in fields(runs.model_file(s.model).Config) if hasattr(s, f.name)]  # e.g. block_size
-    return runs.make_config(s.model, vocabulary | {name: getattr(s, name) for name in shared_names} | given)
+    Config = models.model_file(s.model).Config
+    shared = {name: getattr(s, name) for name in getattr(Config, 'shared', ())}
+    if clash := {f.name for f in fields(Config)} & {f.name for f in fields(s)} - shared.keys():
+        raise UserError(f'the Config of model {s.model!r} has {min(clash)}, which is a setting of train.py: rename it, '
+                        'or list it in Config.shared to get the value of that setting')
+    return models.make_config(s.model, vocabulary | shared | given)
 
 
 def describe(s, model, data) -> None:
@@ -55,7 +72,8 @@ def describe(s, model, data) -> None:
     flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
-    print(f'model {s.model}: {runs.count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
+    name, n_parameters = models.model_name(s.model), models.count_parameters(model)
+    print(f'model {name}: {n_parameters:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
           f'{runs.n_steps(s):,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
@@ -78,6 +96,8 @@ def resume_command(argv: list[str], world: int, out_dir: str) -> str:
 def check_settings(s, data, world) -> None:
     """Raise UserError for settings that would fail later. world: the number of processes."""
     for wrong, sentence in (
+            (s.code and not (s.resume or s.extend or s.init_from),
+             'code = run uses the code that is stored in a run: add --resume, --extend or --init_from'),
             (s.optimizer == 'muon' and s.parallel == 'fsdp',
              'optimizer = muon needs full matrices, but parallel = fsdp shards them: use '
              '--parallel=ddp or --optimizer=adamw'),

@@ -1,27 +1,23 @@
-"""Models by name, and run folders (files: docs/runs.md)."""
+"""Run folders (files: docs/runs.md)."""
 import dataclasses
-import difflib
-import importlib
-import inspect
 import io
 import json
 import math
 import os
 import platform
 import shutil
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import IO
 
 import torch
 
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
-from common.files import (ROOT, UserError, command, first_line, is_number, locked, open_lines, read_json, read_lines,
+from common.files import (ROOT, UserError, command, is_number, locked, open_lines, read_json, read_lines,
                           remove, warn_once, write_file, write_json)
-from common.settings import make_settings, typed
+from common.models import STORED, copy_code, meta_model, model_file, model_name, portable_config
+from common.settings import typed
 from data import Data, open_data
 from data.tasks import Generated
 from data.tokenizers import TOKENIZER_FILES, copy_tokenizer, tokenizer_digest
@@ -38,87 +34,15 @@ RUN_FILES = ('config.json', 'log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, 
              'eval.jsonl', 'speculative.csv')  # last: written by eval.py and analysis.speculative
 
 
-# ---- models ----
-
-def model_file(name: str) -> ModuleType | SimpleNamespace:
-    """Return the module model_<name>.py of the repository.
-
-    'gpn.NoDecay' is model_gpn.py with Model replaced by its subclass NoDecay of analysis/edits.py.
-    """
-    base, _, subclass = str(name).partition('.')
-    known = sorted(p.stem.removeprefix('model_') for p in ROOT.glob('model_*.py'))
-    if base not in known:
-        near = difflib.get_close_matches(base, known, 1, 0.4)
-        hint = f'did you mean {near[0]!r}?' if near else f'expected one of {", ".join(known)}'
-        raise UserError(f'unknown model {name!r}: {hint} (each model is a file model_NAME.py)')
-    module = importlib.import_module(f'model_{base}')
-    if not subclass:
-        return module
-    edit = vars(importlib.import_module('analysis.edits')).get(subclass)
-    if not (inspect.isclass(edit) and issubclass(edit, module.Model)):
-        raise UserError(f'unknown model {name!r}: analysis/edits.py has no subclass {subclass} of model_{base}.Model')
-    return SimpleNamespace(Config=module.Config, Model=edit)
-
-
-def make_config(model_name: str, values: dict):
-    """Return a model file's Config with these values. UserError for invalid values or defaults."""
-    Config, where = model_file(model_name).Config, f'for model {model_name!r}'
-    config = make_settings(Config, values, where)
-    make_settings(Config, json.loads(json.dumps(dataclasses.asdict(config))), where)  # as config.json will be read
-    return config
-
-
-def saved_config(record: dict, folder):
-    """Return the model Config in a run's config.json (`record`)."""
-    return make_settings(model_file(record['model']).Config, record['model_config'], f'in {folder}/config.json')
-
-
-def portable_config(record: dict, folder):
-    """Return a run's `saved_config`, with defaults for kernels, which another machine may lack."""
-    config = saved_config(record, folder)
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    for name in getattr(config, 'may_change', ()):
-        setattr(config, name, defaults[name])
-    return config
-
-
-@contextmanager
-def model_errors(model_name: str) -> Iterator[None]:
-    """Turn a ValueError that a model raises on purpose into a UserError. Others are bugs."""
-    try:
-        yield
-    except ValueError as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if not last.line.startswith('raise ') or 'site-packages' in last.filename:
-            raise
-        raise UserError(f'model {model_name!r} cannot run here: {error}')
-
-
-def meta_model(model_name: str, config) -> torch.nn.Module:
-    """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
-    try:
-        with torch.device('meta'), model_errors(model_name):
-            return model_file(model_name).Model(config)
-    except (RuntimeError, TypeError) as error:
-        if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
-            raise
-        raise UserError(f'model {model_name!r} is too large, or its __init__ reads a value from a tensor, which fails '
-                        f'on the meta device: {first_line(error)}')
-
-
-def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of parameters, counting tied ones once."""
-    return sum(p.numel() for p in model.parameters())
-
-
 # ---- a trained run ----
 
-def load_run(folder, device='cpu', dtype: torch.dtype | None = None) -> tuple:
+def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str | None = None) -> tuple:
     """Load a trained run from its newest undamaged checkpoint.
 
-    Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32.
+    Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32. code:
+    see `read_run`.
     """
-    record = read_run(folder)
+    record = read_run(folder, code)
     state, tensors = load_checkpoint(folder)
     model = model_file(record['model']).Model(portable_config(record, folder))
     load_weights(model, tensors, folder)
@@ -131,8 +55,12 @@ def meta_run(folder) -> torch.nn.Module:
     return meta_model(record['model'], portable_config(record, folder))
 
 
-def read_run(folder) -> dict:
-    """Return config.json of a run folder. UserError if it is missing or damaged."""
+def read_run(folder, code: str | None = None) -> dict:
+    """Return config.json of a run folder. UserError if it is missing or damaged.
+
+    With code = 'run', its 'model' is the path of the copy of the model's file in the run folder,
+    which is imported where the model is used. None: the model's name.
+    """
     path = Path(folder) / 'config.json'
     if not path.is_file():
         known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
@@ -145,6 +73,11 @@ def read_run(folder) -> dict:
         raise UserError(f'{folder} is a Hugging Face folder: convert it to a run with '
                         f'{command("-m", "common.export", name, f"--from_llama={folder}")}, then use {name}')
     record = read_json(path, remedy, check_record)
+    if code == 'run':
+        stored = Path(folder) / STORED / f'model_{record["model"]}.py'
+        if not stored.is_file():
+            raise UserError(f'{folder} has no copy of the code of its model, {stored}: leave out --code=run')
+        record['model'] = str(stored)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
@@ -163,6 +96,8 @@ def check_record(record: dict) -> None:
         elif name in REQUIRED_KEYS:
             raise ValueError(f'no {name}')
     data = record['data']
+    if not record['model'].isidentifier():  # a path, perhaps: what is imported is the user's decision
+        raise ValueError(f'{record["model"]!r} is not the name of a model')
     if data['eos_id'] >= data['n_ids']:
         raise ValueError('eos_id is not an id of the tokenizer')
     ends, n_rows = data.get('ends', [data['eos_id']]), data.get('n_rows', data['n_ids'])
@@ -219,9 +154,10 @@ def extension_starts(s) -> bool:
 def check_out_dir(folder, overwrite: bool) -> None:
     """Raise UserError if a new run must not be written to this folder."""
     folder = Path(folder)
-    if overwrite and (folder / 'ckpt').is_symlink():
-        raise UserError(f'{folder}/ckpt is a link, and --overwrite would delete the checkpoints that it leads to: '
-                        'remove the link, or choose another --out_dir')
+    for name in (STORED, 'ckpt'):
+        if overwrite and (folder / name).is_symlink():
+            raise UserError(f'{folder}/{name} is a link, and --overwrite would delete the files that it leads to: '
+                            'remove the link, or choose another --out_dir')
     if (folder / 'config.json').exists():
         if not overwrite:
             raise UserError(f'{folder} already contains a run: use --resume to continue it, --overwrite to replace it, '
@@ -229,7 +165,7 @@ def check_out_dir(folder, overwrite: bool) -> None:
         read_run(folder)  # only a run may be replaced
     elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.endswith('.writing')}
-        left_by_a_kill = {'.lock', *RUN_FILES, 'ckpt'} if overwrite else {'.lock', *TOKENIZER_FILES}
+        left_by_a_kill = {'.lock', *RUN_FILES, STORED, 'ckpt'} if overwrite else {'.lock', STORED, *TOKENIZER_FILES}
         if names and not {'.lock'} <= names <= left_by_a_kill:
             raise UserError(f'{folder} already exists and is not a run folder: choose another --out_dir')
 
@@ -255,24 +191,27 @@ def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
 
 def remove_run(folder: Path) -> None:
     """Delete the files of a run, config.json first: what a kill leaves is not a run to resume."""
-    for path in (*(folder / name for name in RUN_FILES), *checkpoints(folder), *folder.glob('ckpt/.writing_*')):
+    code = (*folder.glob(f'{STORED}/*.py'), folder / STORED / '__pycache__')
+    for path in (*(folder / name for name in RUN_FILES), *code, *checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         remove(path)
-    if (folder / 'ckpt').is_dir() and not os.listdir(folder / 'ckpt'):
-        (folder / 'ckpt').rmdir()
+    for name in (STORED, 'ckpt'):
+        if (folder / name).is_dir() and not os.listdir(folder / name):
+            (folder / name).rmdir()
 
 
 def save_run(folder, record: dict) -> None:
-    """Write a new run folder's config.json (see `read_run`) and a copy of its tokenizer."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    """Write a new run folder: copies of its model's code and its tokenizer, and config.json."""
+    (Path(folder) / STORED).mkdir(parents=True, exist_ok=True)
+    copy_code(record['model'], Path(folder) / STORED)
     data = {**record['data'], 'tokenizer': copy_tokenizer(folder, record['data']['tokenizer'])}
-    write_json(Path(folder) / 'config.json', {**record, 'data': data})
+    write_json(Path(folder) / 'config.json', {**record, 'model': model_name(record['model']), 'data': data})
 
 
 def start_run(s, config, data, machine) -> None:
     """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
     folder = Path(s.out_dir)
     remove_run(folder)  # there is one only with --overwrite: see `check_out_dir`
-    this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None)
+    this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None, code=None, model=model_name(s.model))
     source = s.init_from or s.extend
     parent = read_run(source)['data'] if source else {}
     if source and (Path(source) / CHAT_TEMPLATE).is_file():

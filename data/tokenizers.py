@@ -1,11 +1,10 @@
-"""Tokenizers by name or file. Read `load_tokenizer` first; then one function per kind.
+"""Tokenizers by name or file: read `load_tokenizer` first.
 
     python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json   train a BPE
 
 Texts are .txt files or records with a field `text`. Then use prepare_fineweb.py
 --tokenizer=bpe16k.json.
 """
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,14 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import UserError, friendly_errors, read_json, sha256, write_file, write_json
+from common.files import UserError, friendly_errors, sha256, write_file, write_json
 from common.settings import check_ranges, load_settings
 from data.tasks import make_task, task_class
 
-GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',  # vocab.bpe, encoder.json
-               '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783')
-BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]')
-EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # last: a folder
 
 
@@ -51,10 +46,9 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
         tokenizer = byte_tokenizer()
     elif task_class(name):
         tokenizer = symbol_tokenizer(name, make_task(name).symbols)
-    elif name == 'gpt2' or path.is_dir():
-        tokenizer = gpt2_tokenizer(name)
-    elif path.exists():
-        tokenizer = sentencepiece_tokenizer(path) if path.suffix == '.model' else huggingface_tokenizer(path, eos_token)
+    elif name == 'gpt2' or path.exists():
+        from data.tokenizer_files import read_tokenizer
+        tokenizer = Tokenizer(name, **read_tokenizer(name, eos_token))
     else:
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
@@ -89,14 +83,6 @@ def tokenizer_digest(name) -> str | None:
     return sha256(path) if path.is_file() else None
 
 
-def special_tokens(path: Path) -> dict[str, str]:
-    """Return 'eos_token' and 'bos_token' from the tokenizer_config.json next to tokenizer.json."""
-    file = path.with_name('tokenizer_config.json')
-    config = read_json(file, 'copy it again, or remove it') if file.is_file() else {}
-    named = {key: config.get(key) for key in ('eos_token', 'bos_token')}
-    return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
-
-
 def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     """Copy a tokenizer's file or folder into a folder. Returns its name there, for meta.json.
 
@@ -105,6 +91,7 @@ def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
     if path.is_file():
         own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
+        from data.tokenizer_files import special_tokens
         config = special_tokens(path)
         write_json(Path(folder) / 'tokenizer_config.json', config | ({'eos_token': eos_token} if eos_token else {}))
     elif not (path / files[0]).is_file():
@@ -148,111 +135,6 @@ def symbol_pattern(symbols: list[str]) -> str:
     return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
 
 
-def gpt2_tokenizer(name: str) -> Tokenizer:
-    """Load GPT-2's 50257 ids with tiktoken, by download or from a folder with OpenAI's files."""
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-    try:
-        if name == 'gpt2':
-            bpe = tiktoken.get_encoding('gpt2')
-        else:
-            ranks = data_gym_to_mergeable_bpe_ranks(f'{name}/vocab.bpe', f'{name}/encoder.json', *GPT2_SHA256)
-            bpe = tiktoken.Encoding('gpt2', pat_str=r50k_pat_str, mergeable_ranks=ranks,
-                                    special_tokens={'<|endoftext|>': 50256}, explicit_n_vocab=50257)
-    except (OSError, ValueError) as error:  # ValueError: the files are not OpenAI's
-        raise UserError(f'the GPT-2 tokenizer could not be loaded from {"the network" if name == "gpt2" else name} '
-                        f'({error}): set TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
-                        '--tokenizer=FOLDER with encoder.json and vocab.bpe')
-    # not encode_ordinary, which panics on a million spaces
-    return Tokenizer(name, 50257, 50256, lambda text: bpe.encode(text, disallowed_special=()), bpe.decode_bytes,
-                     lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
-
-
-def huggingface_tokenizer(path: Path, eos_token: str | None = None) -> Tokenizer:
-    """Load a tokenizer.json. eos_token: see `load_tokenizer`."""
-    from tokenizers import Tokenizer as Fast
-    try:
-        fast = Fast.from_file(str(path))
-    except Exception as error:  # the library raises plain Exceptions
-        raise UserError(f'{path} is not a tokenizer.json: {error}')
-    special, vocabulary = special_tokens(path), fast.get_vocab()
-    bos, eos = (next((vocabulary[name] for name in names if name in vocabulary), None) for names in (
-        (special.get('bos_token'), *BOS_NAMES), [eos_token] if eos_token else (special.get('eos_token'), *EOS_NAMES)))
-    if eos is None:
-        raise UserError(f'{path} has no eos token: expected {eos_token or " or ".join(EOS_NAMES)}; set another with '
-                        '"eos_token" in tokenizer_config.json next to it, or --eos_token when importing')
-    fast.no_truncation()
-    fast.no_padding()
-    if getattr(fast.model, 'dropout', None):
-        fast.model.dropout = None
-    decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
-    if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
-        raise UserError(f'{path} has the decoder {decoder}: expected a byte-level or SentencePiece decoder')
-    if 'ByteLevel' in decoder:
-        byte_of = bytes_of_gpt2_characters()
-        added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
-
-    def encode(text):
-        fast.encode_special_tokens = False
-        return fast.encode(text, add_special_tokens=False).ids
-
-    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
-    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
-
-    def encode_document(text):
-        fast.encode_special_tokens = True  # '<|endoftext|>' in a document is ordinary text
-        ids = fast.encode(text, add_special_tokens=False).ids
-        if eos in ids or bos in ids:  # a Unigram model may still match it: split it in two
-            ids = [i for part in re.split(inside, text) for i in fast.encode(part, add_special_tokens=False).ids]
-        return ids
-
-    def decode(ids):
-        return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
-                        for i in ids if i not in (bos, eos))
-    return Tokenizer(str(path), max(vocabulary.values()) + 1, eos, encode, decode, encode_document, bos, fast.decode)
-
-
-def bytes_of_gpt2_characters() -> dict[str, int]:
-    """Return {GPT-2's printable character for a byte: the byte}."""
-    from tokenizers.pre_tokenizers import ByteLevel
-    characters = sorted(ByteLevel.alphabet())  # printable bytes map to themselves, others to 256 and up
-    printable = [ord(c) for c in characters if ord(c) < 256]
-    return dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
-
-
-def sentencepiece_tokenizer(path: Path) -> Tokenizer:
-    """Load a SentencePiece .model."""
-    import sentencepiece
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise UserError(f'{path} is not a SentencePiece model: {error}')
-    if model.eos_id() < 0:
-        raise UserError(f'{path} has no eos piece: train the SentencePiece model with one')
-
-    def decode(ids):
-        return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
-    n_blanks = int(decode(model.encode('a')).startswith(b' '))  # spaces that the model adds before a text
-
-    def decode_text(ids):
-        from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
-        pieces = [model.id_to_piece(i) for i in ids if not (model.is_control(i) or model.is_unknown(i))]
-        return Sequence([Replace('\u2581', ' '), ByteFallback(), Fuse(), Strip(' ', n_blanks, 0)]).decode(pieces)
-    bos = model.bos_id() if model.bos_id() >= 0 else None
-    return Tokenizer(str(path), model.vocab_size(), model.eos_id(), model.encode, decode, bos_id=bos,
-                     decode_text=decode_text)
-
-
-def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:
-    """Return a token's bytes, from GPT-2's or SentencePiece's spelling (<0x41>, U+2581: space)."""
-    if byte_of:
-        return bytes(byte_of[c] for c in piece) if all(c in byte_of for c in piece) else piece.encode()
-    if re.fullmatch('<0x[0-9A-F]{2}>', piece):
-        return bytes([int(piece[3:5], 16)])
-    return piece.replace('\u2581', ' ').encode()
-
-
 def padded_vocab(n_ids: int) -> int:
     """Return the number of embedding rows: n_ids + <predict>, rounded up to a multiple of 64."""
     return (n_ids // 64 + 1) * 64
@@ -272,6 +154,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
     The result has fewer than vocab_size ids if the texts have too few pairs.
     """
     from tokenizers import ByteLevelBPETokenizer
+
+    from data.tokenizer_files import EOS_NAMES
     fast = ByteLevelBPETokenizer()
     fast.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS_NAMES[0]])
     return fast.to_str(pretty=True)

@@ -26,7 +26,7 @@ def pinned(model, fast):
     file, cls = sys.modules[type(model).__module__], type(model)
     if model.config.scan != 'auto':
         return fast if model.config.scan == 'fast' else None
-    if cls is not getattr(file, 'Model', None):
+    if cls is not getattr(file, 'Model', None) or cls.__base__.__module__.partition('.')[0] != 'torch':
         _warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: {fast.__name__} '
                    'does not support subclasses')
         return None
@@ -36,7 +36,7 @@ def pinned(model, fast):
             return fast
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
-    name, model_name = fast.__name__.removeprefix('scans.'), file.__name__.removeprefix('model_')
+    name, model_name = fast.__name__.removeprefix('scans.'), file.__name__.rpartition('model_')[2]
     _warn_once(f'{file.__name__} was edited, so its equations run step by step, without {fast.__name__} ({why}). If '
                f'both still compute the same: python -m scans {name} --model={model_name}')
     return None

@@ -15,7 +15,7 @@ import bench
 import model_standard
 from analysis import figures, tables
 from bench import gpu
-from common.runs import count_parameters
+from common.models import count_parameters
 
 pytestmark = pytest.mark.slow
 

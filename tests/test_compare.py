@@ -138,7 +138,7 @@ def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp
 
 def test_table_values_follow_from_the_runs(tmp_path):
     losses = {'a': (2.0, 2.1, 2.3), 'b': (2.2, 2.4, 2.45), 'c': (1.0, 1.0, 1.1)}
-    kinds = {'a': ('standard', {}), 'b': ('standard.NanoGPT', {}),
+    kinds = {'a': ('standard', {}), 'b': ('nanogpt', {}),
              'c': ('gpn', dict(d_emb=8, d_k=4, d_v=6, n_layer=1, scan='loop'))}
     runs = {name: [finished_run(tmp_path / f'{name}{i}', model, 1000, loss, **values)
                    for i, loss in enumerate(losses[name])] for name, (model, values) in kinds.items()}

@@ -14,14 +14,14 @@ from conftest import ROOT
 
 import model_nextlat
 import train
-from common import run_settings, runs
+from common import models, run_settings, runs
 from common.files import UserError, command
 from common.settings import load_settings
 from data.tokenizers import padded_vocab
 
 
 def model_config_class(name):
-    return runs.model_file(name).Config
+    return models.model_file(name).Config
 
 
 @dataclass
@@ -109,9 +109,9 @@ def test_config_files_are_checked_like_the_command_line(tmp_path, text, sentence
                          ids=lambda p: p.stem)
 def test_every_config_file_loads(path):
     _, _, given = load_settings(train.Settings, [str(path)], config_of=model_config_class)
-    names = {f.name for f in dataclasses.fields(runs.model_file(given.get('model', 'standard')).Config)}
+    names = {f.name for f in dataclasses.fields(models.model_file(given.get('model', 'standard')).Config)}
     of_data = {'eos_id': None, 'n_ids': 257}  # from the data
-    runs.make_config(given.get('model', 'standard'), of_data | {k: v for k, v in given.items() if k in names})
+    models.make_config(given.get('model', 'standard'), of_data | {k: v for k, v in given.items() if k in names})
 
 
 def test_sps_runs_decay_and_evaluate_like_the_official_code():

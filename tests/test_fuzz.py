@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train
-from common import runs
+from common import models
 from common.files import sha256
 from common.start import quiet_start
 from data.tokenizers import load_tokenizer
@@ -139,7 +139,7 @@ how_many = st.sampled_from([1, 1, 1, 0, 2])  # number of faults
 def setting_names(program: str) -> list[str]:
     """Return all option names, including the settings of two models."""
     Settings = importlib.import_module(program).Settings
-    Configs = [runs.model_file(name).Config for name in ('standard', 'nextlat')] if program == 'train' else []
+    Configs = [models.model_file(name).Config for name in ('standard', 'nextlat')] if program == 'train' else []
     return sorted({field.name for cls in (Settings, *Configs) for field in fields(cls)})
 
 

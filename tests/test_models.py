@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_kernels
 import model_standard
-from common import machine, runs, settings
+from common import machine, models, settings
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling=(8, 1, 4, 8))
@@ -82,7 +82,7 @@ def make(variant, device='cpu'):
 
 def small_model(name, values):
     """Build a small model of a file, with those settings in SMALL that its Config has."""
-    module = runs.model_file(name)
+    module = models.model_file(name)
     own = {field.name for field in dataclasses.fields(module.Config)}
     return module.Model(module.Config(**{key: value for key, value in SMALL.items() if key in own} | values))
 
@@ -90,7 +90,7 @@ def small_model(name, values):
 def from_config_file(path):
     """Build the model of a config file on the meta device."""
     values = settings.read_config_file(f'config/{path}.py')
-    module = runs.model_file(values.get('model', 'standard'))
+    module = models.model_file(values.get('model', 'standard'))
     names = module.Config.__dataclass_fields__
     with torch.device('meta'):
         return module.Model(module.Config(**{name: x for name, x in values.items() if name in names}))
@@ -98,7 +98,7 @@ def from_config_file(path):
 
 def needs_extend(variant):
     """Skip tests of cached decoding for models without it (it is optional)."""
-    if not hasattr(runs.model_file(VARIANTS[variant][0]).Model, 'extend'):
+    if not hasattr(models.model_file(VARIANTS[variant][0]).Model, 'extend'):
         pytest.skip(f'{variant} has no extend')
 
 
@@ -400,7 +400,7 @@ def test_parameter_counts_match_the_papers(path, millions):
     ('context_ready', dict(n_embd=18, n_head=2), 'even whole number')])
 def test_conflicting_settings_give_a_clear_error(name, values, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        runs.model_file(name).Config(**values)
+        models.model_file(name).Config(**values)
 
 
 @pytest.mark.parametrize('tied_head', [True, False])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import rotary, rotary_attention, saved_bytes
 
 import attn_kernels
-from common import runs
+from common import models
 
 EOS = 19
 
@@ -16,7 +16,7 @@ EOS = 19
 def make(name='nextlat', eos_id=EOS, dtype=torch.float64, cap=None, **values):
     """Return a small model with large weights. cap: soft cap of the logits, as in a fork."""
     torch.manual_seed(0)
-    module = runs.model_file(name)
+    module = models.model_file(name)
     config = module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=eos_id, **values)
     model = module.Model(config).to(dtype)
     for p in model.parameters():
@@ -164,7 +164,7 @@ def test_losses_and_gradients_do_not_depend_on_chunk_length(name, T, monkeypatch
     model, idx = make(name), torch.randint(0, 20, (2, T), generator=torch.Generator().manual_seed(0))
 
     def results(width):  # 2 ** 26 makes chunks of 256 rows
-        monkeypatch.setattr(runs.model_file(name), 'chunked_loss', lambda fn, rows, params, _, shared=():
+        monkeypatch.setattr(models.model_file(name), 'chunked_loss', lambda fn, rows, params, _, shared=():
                             attn_kernels.chunked_loss(fn, rows, params, width, shared))
         out = model(idx, idx)
         return list(out.values()), torch.autograd.grad(out['loss'], list(model.parameters()))
@@ -174,7 +174,7 @@ def test_losses_and_gradients_do_not_depend_on_chunk_length(name, T, monkeypatch
 def test_one_seed_gives_all_models_the_same_transformer():
     def trunk(name, **values):
         torch.manual_seed(0)
-        module = runs.model_file(name)
+        module = models.model_file(name)
         model = module.Model(module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=None,
                                            **values))
         tensors = {key.removeprefix('forward_encoder.'): p for key, p in model.named_parameters()}

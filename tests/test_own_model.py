@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, assert_sentence, run, succeeded
 
-from common import runs
+from common import models, runs
 from common.decoding import allocate_cache, generate
 from common.files import UserError, warn_once
 from common.scoring import Scorer
@@ -25,10 +25,10 @@ def bigram(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp('own')
     source = re.search(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)
     (folder / 'model_bigram.py').write_text(source[1])
-    shutil.copy(ROOT / 'model_standard.py', folder)
+    for name in ('model_standard.py', 'attn_kernels.py'):
+        shutil.copy(ROOT / name, folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, 'ROOT', folder)
-        patch.syspath_prepend(folder)
+        patch.setattr(models, 'ROOT', folder)
         yield train_bigram(tiny_data, folder / 'run')
     sys.modules.pop('model_bigram')
 
@@ -59,11 +59,11 @@ def test_one_line_adds_it_to_the_tests_of_all_models(bigram, monkeypatch):
 
 
 def test_a_default_that_cannot_be_saved_is_rejected(bigram, monkeypatch):
-    module = runs.model_file('bigram')
+    module = models.model_file('bigram')
     fields = [('window', int, None)]
     monkeypatch.setattr(module, 'Config', dataclasses.make_dataclass('Config', fields, bases=(module.Config,)))
     with pytest.raises(UserError, match='window is None .*: expected int'):
-        runs.make_config('bigram', {})
+        models.make_config('bigram', {})
 
 
 PROMPTS = [[97, 98], [99], [100, 97, 98, 32, 97]]

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, STEP_TOKENS, TINY, flip_bit, run, run_subprocess, succeeded
 
 import train
-from common import checkpoint, machine, run_settings, runs
+from common import checkpoint, machine, models, run_settings, runs
 from common.dry_run import state_bytes
 from common.files import UserError
 from data import open_data
@@ -246,7 +246,7 @@ def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--memory=8']
     in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
-    model = runs.meta_model('standard', runs.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    model = models.meta_model('standard', models.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
     assert state_bytes(model, 64, False) == held

@@ -9,7 +9,7 @@ from analysis import compare, shootout
 from analysis.figures import read_csv
 from analysis.shootout import Settings
 from common.files import UserError
-from common.runs import count_parameters
+from common.models import count_parameters
 
 DATA = SimpleNamespace(n_ids=257, eos_id=256)
 DECODED = {'tokens_per_s_1024': 100.0, 'tokens_per_s_16384': 50.0, 'state_bytes_1024': 4096, 'state_bytes_16384': 65536}

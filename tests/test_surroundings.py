@@ -10,7 +10,7 @@ import torch.distributed as dist
 from conftest import assert_sentence, config_json, contents, run, succeeded, train_tiny
 
 import train
-from common import checkpoint, machine, run_settings, runs
+from common import checkpoint, machine, models, run_settings, runs
 from common.files import UserError, friendly_errors
 from common.settings import load_settings
 from common.start import quiet_start
@@ -98,7 +98,7 @@ def test_a_kernel_that_is_missing_is_a_sentence_before_anything_is_written(tiny_
                        (['--attention=triton'], 'use --attention=auto')):
         assert_sentence(train_tiny(tiny_data, tmp_path / 'out', *args), said)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match='invalid literal') as error, runs.model_errors('mine'):
+    with pytest.raises(ValueError, match='invalid literal') as error, models.model_errors('mine'):
         int('bug')  # a bug of an edited model keeps its traceback
     assert type(error.value) is ValueError
 

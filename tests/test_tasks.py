@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import assert_sentence, run, succeeded
 
-from common import runs
+from common import models, runs
 from common.files import UserError
 from data import a5, countdown, open_data
 from data.__main__ import main as print_row
@@ -339,7 +339,7 @@ def test_scores_count_levels_whole_paths_and_distances(name, perfect, errors, wa
 def test_a5_scores_each_position_for_the_transformer_and_for_p_psi():
     d = open_data('a5:length=7,val_rows=5')
     torch.manual_seed(0)
-    model = runs.model_file('nextlat').Model(runs.make_config('nextlat', dict(
+    model = models.model_file('nextlat').Model(models.make_config('nextlat', dict(
         n_layer=2, n_head=2, n_embd=32, init_std=0.3, vocab_size=64, n_ids=d.n_ids, eos_id=None))).eval()
     idx, targets = d.val_batch(range(5), 7)
     with torch.no_grad():

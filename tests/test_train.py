@@ -17,7 +17,7 @@ from conftest import (STEP_TOKENS, TINY, assert_sentence, config_json, losses, r
 
 import attn_kernels
 import train
-from common import checkpoint, dry_run, machine, run_settings, runs
+from common import checkpoint, dry_run, machine, models, run_settings, runs
 from common.files import UserError
 from common.memory import LiveBytes, activation_bytes
 from common.validation import counted, validation_loss
@@ -241,11 +241,11 @@ def test_learning_rate_schedules():
 def test_the_gradient_does_not_depend_on_the_micro_batches(tiny_data, name, values):
     """Micro-batches are weighted by counted tokens (BST: by counted pairs)."""
     data = open_data(str(tiny_data))
-    c = runs.make_config(name, dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values)
+    c = models.make_config(name, dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values)
     idx, targets = data.train_batch(3, 4, 32, 1337)
     assert len({counted(x, y, 256) for x, y in zip(idx, targets)}) > 1
     torch.manual_seed(0)
-    model, found = runs.model_file(name).Model(c), []
+    model, found = models.model_file(name).Model(c), []
     for micro in (1, 4):
         s = train.Settings(batch_size=4, micro_batch_size=micro, block_size=32, learning_rate=0.0, grad_clip=0.0)
         parts, norm = train.train_step(model, model, train.make_optimizer(model, s), data, s, 3,
@@ -322,9 +322,9 @@ def fused_cross_entropy(logits, targets, ignore_index, reduction):
 def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values, rows, monkeypatch):
     """The estimate from meta tensors is within 10% of the peak of a real step with a GPU's loss."""
     T = 64
-    c = runs.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
-    estimate = activation_bytes(runs.meta_model(name, c), torch.float32, T, rows)
-    model, idx = runs.model_file(name).Model(c), torch.randint(0, 257, (rows, T))
+    c = models.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
+    estimate = activation_bytes(models.meta_model(name, c), torch.float32, T, rows)
+    model, idx = models.model_file(name).Model(c), torch.randint(0, 257, (rows, T))
     monkeypatch.setattr(F, 'cross_entropy', fused_cross_entropy)
     monkeypatch.setattr(attn_kernels, 'CPU_CHUNK', attn_kernels.GPU_CHUNK)
     model(idx, idx)['loss'].backward()  # allocates the gradients

@@ -10,7 +10,7 @@ from test_attn_kernels import dense_mask, gradients
 
 import model_sps
 import scans
-from common import runs
+from common import models
 from scans import attention as K
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(scans.triton is None, reason='needs Triton')]
@@ -93,7 +93,7 @@ def test_the_operator_passes_opcheck(kernels_device):
     ('standard', dict(window=3, n_kv_head=1)), ('sps', dict(window=3)), ('sps', dict(window=3, predict_layers=1)),
     ('sps', dict(method='reverse_sps', window=0, eos_id=None))])
 def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values, kernels_device):
-    module, losses = runs.model_file(name), []
+    module, losses = models.model_file(name), []
     idx = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(0)).to(kernels_device)
     for attention in ('auto', 'triton'):
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])
 def test_kernels_reject_what_they_do_not_implement(name, monkeypatch):
-    module, cpu = runs.model_file(name), torch.device('cpu')
+    module, cpu = models.model_file(name), torch.device('cpu')
 
     def make(head_size=64):
         values = dict(n_layer=1, n_head=2, n_embd=2 * head_size, vocab_size=64, n_ids=60)

@@ -10,7 +10,7 @@ from conftest import run, succeeded
 from test_tasks import TRAIN, Guide
 
 from analysis import manhattan
-from common import runs
+from common import models
 from data import open_data
 
 
@@ -70,7 +70,7 @@ def test_compression_is_1_if_only_position_and_goal_matter(grid, monkeypatch):
 
 def test_continuations_are_sampled_and_checked_token_by_token():
     torch.manual_seed(0)
-    model = runs.model_file('standard').Model(runs.make_config('standard', dict(
+    model = models.model_file('standard').Model(models.make_config('standard', dict(
         n_layer=2, n_head=2, n_embd=32, init_std=0.4, vocab_size=64, n_ids=40, eos_id=39))).eval()
     first, second = [[5, 6, 7], [1, 2, 3, 4]], [[7, 6, 5], [4, 3, 2, 1]]
     tokens = manhattan.continuations(model, first * 200, 6, 39, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-# GPN+M (0.3M), small enough to train edited equations with `Model.loop` (analysis/edits.py).
+# GPN+M (0.3M), small enough to train edited equations with `Model.loop` (edits/).
 from config.gpn_quick import *
 
 n_embd = 128

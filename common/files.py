@@ -16,7 +16,6 @@ from typing import IO
 
 import filelock
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,7 +80,7 @@ def first_line(error: Exception) -> str:
 @functools.cache
 def warn_once(line: str) -> None:
     """Print a line to stderr, only on rank 0 and only the first time."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if os.environ.get('RANK', '0') == '0':  # set by torchrun
         print(printable(line), file=sys.stderr, flush=True)
 
 

@@ -102,7 +102,7 @@ TESTS = {  # name of a claim: first cell of its row, and what is running if it h
     'cr_same_width': ('Context-Ready: D = 2 minus N = 2', 'h'),
     'cr_tied': ('Context-Ready: `tied` minus D = 2', 'h'),
     'nextlat_probes': ("NextLat: loss of a probe 20 bytes ahead, minus GPT's", ''),
-    'nextlat_first_draft': ("NextLat: share of first drafted bytes accepted, minus MTP's", 'c'),
+    'nextlat_first_draft': ("NextLat: share of first drafted bytes accepted, minus MTP's", ''),
     'gpn_near_gdn': ('GPN+M minus Gated DeltaNet, margin 0.041', ''),
     'gpn_memory': ('GPN+M minus GPN without memory', '')}
 

@@ -42,7 +42,7 @@ from common.validation import perplexity, validation_loss
 from data.tokenizers import Tokenizer, load_tokenizer
 
 Corpus = Literal['wikitext', 'c4', 'books3', 'govreport']
-PAPERS = {  # paper: ({task: metric the paper reports}, corpora)
+PAPERS = {  # paper: ({task: metric}, corpora). acc or acc_norm is inferred: the papers say "accuracy"
     'sps': ({'arc_easy': 'acc_norm', 'hellaswag': 'acc_norm', 'piqa': 'acc_norm', 'sciq': 'acc_norm',
              'lambada_openai': 'acc'}, get_args(Corpus)),
     'nextlat': ({'wikitext': 'word_perplexity', 'lambada_standard': 'acc', 'piqa': 'acc', 'hellaswag': 'acc_norm',

@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class Dynamics(nn.Module):
-    """p_psi: three linear layers with GELU (appendix, "More details"); no biases here."""
+    """p_psi: three linear layers with GELU (appendix, "More details"). Inferred: no biases."""
 
     def __init__(self, config):
         super().__init__()

@@ -4,12 +4,14 @@
     python -m analysis.claims --out_dir=out/claims          train the models and test the claims
     python -m analysis.claims --only=sps,gpn_memory         only a paper's claims, or some by name
 
-Claims are rows of claims.csv, runs are rows of claims_runs.csv (see docs/evaluation.md). Tests are
-one-sided and paired by seed: `t` is Student's t on the differences; `sign` is the exact sign test,
-for task scores, which are far from normal. The p-values of a claim and of its opposite are
-corrected by Holm's method for the number of claims of the paper. A claim is supported if its p is
-below 5%, contradicted if that of its opposite is. Writes a claims.csv with the numbers of each
-seed, and claims.md, to out_dir.
+Claims are rows of claims.csv, runs are rows of claims_runs.csv (see docs/evaluation.md). A side
+`FILE: MODEL` of a claim is a row of a comparison in bench/results, written by analysis.compare.
+
+A claim is tested only if its runs can decide it at their size; others are described. Tests are
+two-sided t-tests of the differences by seed, corrected by Holm's method for the number of the
+paper's tests. `smallest` is the effect that such a test finds with a probability of 80%, given the
+differences' standard deviation `sd`. Writes a claims.csv with the numbers of each seed, and
+claims.md, to out_dir.
 """
 import statistics
 from dataclasses import dataclass
@@ -19,23 +21,22 @@ from pathlib import Path
 
 import torch
 
-from analysis import a5, context_ready, gpn_state, gradient_flow, manhattan, probes
+from analysis import context_ready, figures, gpn_state, gradient_flow, probes
 from analysis.compare import make_method, set_best_rates, train_seeds
 from analysis.figures import final_loss, logged, paired_difference, paired_gaps, read_csv, settings_of, write_csv
 from analysis.scores import score_names
-from bench import markdown_table, one_line, where_and_when
+from bench import RESULTS, markdown_table, one_line, where_and_when
 from common.files import UserError, friendly_errors, write_file
 from common.machine import pick_device
 from common.runs import load_run, read_log, run_data
 from common.settings import check_ranges, load_settings
 from common.speculative import validation_drafts
-from data import open_data
 
 HERE = Path(__file__).parent
-ALPHA = 0.05  # family-wise significance level of a paper's claims
-DEFINING = 'statistic', 'ours', 'direction', 'other', 'test', 'margin'  # old results are reused if these are equal
+ALPHA = 0.05  # family-wise significance level of a paper's tests
+DEFINING = 'statistic', 'ours', 'direction', 'other', 'margin'  # old results are reused if these are equal
 COSTS = 'our_tokens', 'our_command', 'other_tokens', 'other_command', 'where'  # columns of claims.csv
-SUPPORTED, CONTRADICTED, INCONCLUSIVE = 'supported', 'contradicted', 'inconclusive at this size'
+SUPPORTED, OPPOSITE, UNSEEN, DESCRIBED = 'supported', 'opposite here', 'not seen at this size', 'described'
 PAPERS = {'sps': 'The State-Prediction Separation Hypothesis', 'context_ready': 'The Context-Ready Transformer',
           'nextlat': 'Next-Latent Prediction Transformers Learn Compact World Models',
           'gpn': 'A Single-Layer Model Can Do Language Modeling'}
@@ -46,7 +47,7 @@ class Settings:
     out_dir: str = 'out/claims'  # folder of the runs and tables
     only: str = 'all'  # papers (sps, context_ready, nextlat, gpn) and names of claims, separated by commas
     list: bool = False  # print the claims and exit
-    seeds: int = 5  # runs of each row of claims_runs.csv; a sign test needs at least 6
+    seeds: int = 5  # runs of each row of claims_runs.csv
     jobs: int = 2  # runs trained at a time, with one thread each
 
     def __post_init__(self):
@@ -70,16 +71,22 @@ class Claim:
     section: str
     says: str
     number: str  # the paper's number for `ours`, then for `other`
-    ours: str  # key of RUNS
+    ours: str  # key of RUNS, or FILE: MODEL
     direction: str  # lower or higher: `ours` compared with `other`
-    other: str | float  # key of RUNS, or a fixed number
+    other: str | float  # the same, or a fixed number
     statistic: str = 'loss'  # key of STATISTICS
-    test: str = 't'  # t or sign
+    tested: bool = False  # False: described, without a p-value
     margin: float = 0.0  # nats per token by which `ours` may be worse according to the paper
 
 
-CLAIMS = [Claim(**row | {'other': row['other'] if row['other'] in RUNS else float(row['other']),
-                         'margin': float(row['margin'] or 0)}) for row in read_csv(HERE / 'claims.csv')]
+def read_claim(row: dict[str, str]) -> Claim:
+    """Return the claim of a row of claims.csv."""
+    other = row['other']
+    return Claim(**row | {'other': other if other in RUNS or ': ' in other else float(other),
+                          'tested': row['tested'] == 'yes', 'margin': float(row['margin'] or 0)})
+
+
+CLAIMS = [read_claim(row) for row in read_csv(HERE / 'claims.csv')]
 
 
 def select_claims(only: str) -> list[Claim]:
@@ -106,34 +113,20 @@ def unrolls(run) -> dict[str, float]:
     row = context_ready.analyse(run, context_ready.Settings(tokens=32_768))
     gap = row['K=1'] - row['K=5']
     return {'contraction L, windows pooled': nan if row['L_pooled'] == '' else row['L_pooled'],
-            'gap that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
+            'gap in perplexity that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
 
 
 def drafts(run) -> dict[str, float]:
     model, record = load_run(run, pick_device('auto'))
     found = validation_drafts(model, run_data(record, None), record['settings']['block_size'], 16)
-    return {'tokens accepted a draft': found.accepted_per_step}
+    return {'tokens accepted a draft': found.accepted_per_step,
+            'first drafted token accepted': found.accepted_at[0] / found.tried_at[0]}
 
 
 def gpn_states(run) -> dict[str, float]:
     """Return statistics of `analysis.gpn_state`, from eight batches of eight validation windows."""
     rows = gpn_state.analyse(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
-    value = {(part, name, x): number for part, name, x, number in rows}
-    return {'cosine of mean states between batches': value['mean direction', 'cosine between batches', ''],
-            'rank correlation with the unigram': value['mean direction', 'rank correlation with the unigram', ''],
-            'centred cosine 64 later': value['cosine', 'centred', 64]}
-
-
-def states_beyond(run) -> dict[str, float]:
-    """Return the accuracy on A5 words at positions from one to three times the trained length.
-
-    Evaluates p_psi alone (see `analysis.a5`) if the model has it, else the whole model.
-    """
-    device, trained = pick_device('auto'), a5.trained_length(run)
-    scores = open_data(f'a5:length={3 * trained},val_rows=2000').score(load_run(run, device)[0], device, 1000)
-    name = 'rnn_accuracy' if 'rnn_accuracy_1' in scores else 'accuracy'
-    return {'right states beyond the trained length':
-            statistics.mean(scores[f'{name}_{t}'] for t in range(trained + 1, 3 * trained + 1))}
+    return {name: number for part, name, _, number in rows if part == 'mean direction'}
 
 
 def last_score(run, prefix: str) -> float:
@@ -147,39 +140,25 @@ STATISTICS = {  # name: function(run folder) -> dict that has this name as a key
     'later gradient at x': later_gradient,
     'later gradient where it predicts': later_gradient,
     'contraction L, windows pooled': unrolls,
-    'gap that K = 3 closes': unrolls,
+    'gap in perplexity that K = 3 closes': unrolls,
     'tokens accepted a draft': drafts,
+    'first drafted token accepted': drafts,
     'nats of a probe 20 ahead': lambda run: {'nats of a probe 20 ahead': probes.measure(run, probes.Settings(
         offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3))[-1]},
-    'effective rank': lambda run: {'effective rank': manhattan.measure(run, manhattan.Settings(
-        n_walks=500, n_prefixes=500))[0]['rank']},
     'levels solved': lambda run: {'levels solved': last_score(run, 'levels_solved')},
-    'whole paths': lambda run: {'whole paths': last_score(run, 'accuracy')},
-    'right states beyond the trained length': states_beyond,
-    'cosine of mean states between batches': gpn_states,
     'rank correlation with the unigram': gpn_states,
-    'centred cosine 64 later': gpn_states,
 }
 
 
 # ---- verdicts ----
 
-def p_values(gaps: list[float], test: str) -> tuple[float, float]:
-    """Return the p-values of two alternatives: the differences are below 0, and above 0."""
-    from scipy.stats import binomtest, ttest_1samp
-    if test == 't':
-        p = ttest_1samp(gaps, 0, alternative='less').pvalue
-        return p, 1 - p
-    below, above = sum(gap < 0 for gap in gaps), sum(gap > 0 for gap in gaps)
-    return tuple(binomtest(n, len(gaps), alternative='greater').pvalue for n in (below, above))
-
-
-def judge(ours: list[float], other: list[float], direction: str, test: str, margin: float) -> dict:
+def judge(ours: list[float], other: list[float], direction: str, margin: float) -> dict:
     """Compare one number per seed on each side, or with a fixed number. Return result columns."""
-    sign = {'lower': 1, 'higher': -1}[direction]
-    gap, low, high = paired_difference(ours, other)
-    p, p_opposite = p_values([sign * x - margin for x in paired_gaps(ours, other)], test)
-    return {'difference': gap, 'low': low, 'high': high, 'p': p, 'p_opposite': p_opposite}
+    from scipy.stats import ttest_1samp
+    sign, gaps = {'lower': 1, 'higher': -1}[direction], paired_gaps(ours, other)
+    difference, low, high = paired_difference(ours, other)
+    return {'difference': difference, 'low': low, 'high': high, 'sd': statistics.stdev(gaps),
+            'agrees': sign * difference < margin, 'p': ttest_1samp([sign * x - margin for x in gaps], 0).pvalue}
 
 
 def holm(p_values: list[float], n: int) -> list[float]:
@@ -190,24 +169,35 @@ def holm(p_values: list[float], n: int) -> list[float]:
 
 def add_verdicts(rows: list[dict]) -> dict[str, dict]:
     """Add corrected p-values and verdicts to rows of `make_row`. Returns {name: row}."""
-    found = {}
-    for paper in PAPERS:
-        of_paper = [row for row in rows if row['paper'] == paper]
-        n = sum(claim.paper == paper for claim in CLAIMS)
-        corrected = [holm([row[key] for row in of_paper], n) for key in ('p', 'p_opposite')]
-        for row, p, p_opposite in zip(of_paper, *corrected):
-            verdict = SUPPORTED if p < ALPHA else CONTRADICTED if p_opposite < ALPHA else INCONCLUSIVE
-            found[row['name']] = row | {'p_holm': p, 'p_opposite_holm': p_opposite, 'verdict': verdict}
+    tested = {paper: [c.name for c in CLAIMS if c.paper == paper and c.tested] for paper in PAPERS}
+    found = {row['name']: row | {'p': '', 'p_holm': '', 'smallest': '', 'verdict': DESCRIBED} for row in rows}
+    for names in tested.values():
+        of_paper = [row for row in rows if row['name'] in names]
+        for row, p in zip(of_paper, holm([row['p'] for row in of_paper], len(names))):
+            smallest = figures.smallest_effect(row['sd'], row['seeds'], ALPHA / len(names))
+            verdict = UNSEEN if p >= ALPHA else SUPPORTED if row['agrees'] else OPPOSITE
+            found[row['name']] = row | {'p_holm': p, 'smallest': smallest, 'verdict': verdict}
     return found
 
 
 # ---- the tables ----
 
+def comparison_row(side: str) -> dict[str, str]:
+    """Return the row of a side `FILE: MODEL` of a claim."""
+    file, _, model = side.partition(': ')
+    return next(row for row in read_csv(RESULTS / file) if row['model'] == model)
+
+
+def has_runs(c: Claim) -> bool:
+    """Return False for a claim about a comparison that has not been run."""
+    return c.ours in RUNS or (RESULTS / c.ours.partition(': ')[0]).exists()
+
+
 def make_row(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
     """Return a row of claims.csv without its verdict: the claim, its test and `costs`."""
     return {**{key: getattr(c, key) for key in ('name', 'paper', *DEFINING)}, 'seeds': len(ours),
             'our_mean': statistics.mean(ours), 'other_mean': statistics.mean(other),
-            **judge(ours, other, c.direction, c.test, c.margin),
+            **judge(ours, other, c.direction, c.margin),
             'our_numbers': ' '.join(map(repr, ours)), 'other_numbers': ' '.join(map(repr, other)), **costs}
 
 
@@ -226,12 +216,12 @@ def saved_rows(path: Path) -> dict[str, dict]:
 def markdown(rows: dict[str, dict]) -> str:
     """Return the text of claims.md: a table for each paper."""
     verdicts = [row['verdict'] for row in rows.values()]
-    counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SUPPORTED, INCONCLUSIVE, CONTRADICTED))
+    counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SUPPORTED, UNSEEN, OPPOSITE, DESCRIBED))
     lines = ["# The papers' claims on small models", '',
-             f'{len(rows)} claims: {counts}. Tests are one-sided and paired by seed, at a family-wise level of {ALPHA} '
-             "per paper. These models are about a thousand times smaller than the papers' models, so a claim that is "
-             'inconclusive here may still hold there. claims.csv has the numbers of each seed, the commands and the '
-             'machine.']
+             f'{len(rows)} claims: {counts}. Tests are two-sided and paired by seed, at a family-wise level of {ALPHA} '
+             'per paper; "smallest" is the effect that they find with a probability of 80%. These models are about a '
+             "thousand times smaller than the papers' models. claims.csv has the numbers of each seed, the commands "
+             'and the machine.']
     for paper, title in PAPERS.items():
         shown = [in_markdown(c, rows[c.name]) for c in CLAIMS if c.paper == paper and c.name in rows]
         if shown:
@@ -245,8 +235,10 @@ def in_markdown(c: Claim, row: dict) -> dict[str, str]:
     bounds = '' if row['low'] is None else f' ({row["low"]:+.4g} to {row["high"]:+.4g})'
     return {'section': c.section, 'claim': c.says, "the paper's number": c.number, 'statistic': c.statistic,
             'ours': f'{row["our_mean"]:.5g} ({c.ours})', 'compared with': other,
-            'difference (95%)': f'{row["difference"]:+.4g}{bounds}', 'seeds': row['seeds'], 'test': c.test,
-            'p': f'{row["p"]:.2g}', 'p (Holm)': f'{row["p_holm"]:.2g}', 'verdict': f'**{row["verdict"]}**'}
+            'difference (95%)': f'{row["difference"]:+.4g}{bounds}', 'seeds': row['seeds'], 'sd': f'{row["sd"]:.2g}',
+            **{title: '' if row[key] == '' else f'{row[key]:.2g}'
+               for title, key in (('smallest', 'smallest'), ('p', 'p'), ('p (Holm)', 'p_holm'))},
+            'verdict': f'**{row["verdict"]}**'}
 
 
 def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
@@ -268,11 +260,16 @@ def measured_rows(claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str,
             if isinstance(side, float):
                 numbers.append([side])
                 continue
+            if side not in RUNS:
+                row = comparison_row(side)
+                numbers.append([*map(float, row['losses'].split())])
+                costs |= {f'{who}_tokens': row['tokens'], f'{who}_command': f'bench/results/{side}'}
+                continue
             numbers.append([statistics_of(STATISTICS[c.statistic], run)[c.statistic] for run in runs[side]])
             settings = settings_of(runs[side][0])
             command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
             costs |= {f'{who}_tokens': settings.max_tokens, f'{who}_command': ' '.join(command)}
-        rows[c.name] = make_row(c, *numbers, costs | {'where': where})
+        rows[c.name] = make_row(c, *numbers, costs | {'where': where if c.ours in RUNS else ''})
     return rows
 
 
@@ -281,12 +278,19 @@ def main(argv: list[str] | None = None) -> None:
         s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'unexpected {positional[0]!r}: python -m analysis.claims --out_dir=NEW')
-        out, claims = Path(s.out_dir), select_claims(s.only)
+        out, chosen = Path(s.out_dir), select_claims(s.only)
         if s.list:
-            for c in claims:
-                print(f'{c.name}: {c.says} ({c.paper}, {c.section}: {c.number})\n'
-                      f'    {c.statistic}: {c.ours}, {c.direction}, compared with {c.other}; {c.test} test')
+            for c in chosen:
+                print(f'{c.name}: {c.says} ({c.paper}, {c.section}: {c.number})\n    {c.statistic}: {c.ours}, '
+                      f'{c.direction}, compared with {c.other}; {"tested" if c.tested else "described"}')
             return
+        claims = [c for c in chosen if has_runs(c)]
+        for c in chosen:
+            if c not in claims:
+                print(f'{c.name} is left out: bench/results has no comparison {c.ours.partition(": ")[0]} yet')
+        if not claims:
+            raise UserError(f'no runs for {s.only}: bench/results has no comparison '
+                            f'{chosen[0].ours.partition(": ")[0]} yet (see bench/results/trials.md)')
         out.mkdir(parents=True, exist_ok=True)
         runs = train(s, claims, out)
         torch.set_num_threads(1)

@@ -1,9 +1,10 @@
-"""Train and compare models, each at its best learning rate and with several seeds.
+"""Train and compare models with several seeds, each at a learning rate found by a search.
 
     python -m analysis.compare --out_dir=out/a "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
 
 Each argument is `NAME: ARGUMENTS OF train.py`. The search for the learning rate starts at the one
-configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then trained at the best.
+configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then trained at the best one
+found, which need not be the best for all tokens: a model that starts late needs a large --share.
 Finished runs are reused and interrupted ones resumed. All models must share data, windows and dtype
 (auto: float32, on a GPU bfloat16). Training tokens may differ, to compare at equal FLOPs or time.
 

@@ -401,6 +401,13 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
     return statistics.mean(gaps), *interval(gaps)
 
 
+def smallest_effect(sd: float, seeds: int, alpha: float, power: float = 0.8) -> float:
+    """Return the effect that a two-sided paired t-test at level alpha finds with this power."""
+    from scipy import optimize, stats
+    critical = stats.t.ppf(1 - alpha / 2, seeds - 1)
+    return sd / seeds ** 0.5 * optimize.brentq(lambda shift: stats.nct.sf(critical, seeds - 1, shift) - power, 0, 1000)
+
+
 def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:
     """Test mean(a) < mean(b) + lead by Welch's t-test. Returns {'gap', 't', 'degrees', 'p'}."""
     from scipy import stats

@@ -72,7 +72,7 @@ def methods(s: Settings) -> dict[str, Method]:
     """Return {name: method} of the models in s.models, in a fixed order."""
     heads = max(1, s.n_embd // s.head_size)
     shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
-    fork = dict(predict_input='state', predict_layers=1)  # the best of bench/results/forks_*.csv
+    fork = dict(predict_input='state', predict_layers=1)  # the cheapest fork
     memory = dict(n_head=heads, d_k=s.head_size, d_v=2 * s.head_size, init_std=0.02)
     ffn, width_and_ffn = {'n_ffn': 8}, {'n_embd': 8, 'n_ffn': 8}
     known = {

@@ -10,8 +10,8 @@
     python -m bench.context_ready   generation by Context-Ready, compared with a Roformer
     python -m bench.gpu             everything that needs a GPU, including tests
 
-Results are printed as they are measured and written to bench/results/ with device, date, versions
-and commit. --toy takes seconds, at meaningless sizes, and writes nothing.
+Results are printed as they are measured and written to bench/results/ with command, device, date,
+versions and commit. --toy takes seconds, at meaningless sizes, and writes nothing.
 """
 import datetime
 import itertools
@@ -22,6 +22,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +35,7 @@ import torch
 
 from common import models
 from common.decoding import Decoder, allocate_cache, decodable
-from common.files import UserError, friendly_errors
+from common.files import UserError, command, friendly_errors
 from common.settings import load_settings
 
 RESULTS = Path(__file__).parent / 'results'
@@ -203,7 +204,7 @@ def measure(argv: list[str] | None, settings: type = Settings, prefix: str = '',
 
 
 def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
-    """Print rows (dicts) as they arrive and write them to bench/results/NAME_DEVICE.json and .md.
+    """Print rows (dicts) as they arrive and write them to bench/results/NAME_DEVICE.json.
 
     If interrupted, NAME_DEVICE.partial.json has the rows so far. toy: only print.
     """
@@ -213,11 +214,11 @@ def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
         found.append(row)
         print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
         if not toy:
-            about = about or where_and_when()
+            module = f'bench.{Path(sys.argv[0]).stem}'
+            about = about or {'command': command('-m', module, *sys.argv[1:])} | where_and_when()
             RESULTS.mkdir(exist_ok=True)
             partial.write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
     if toy or not found:
         return
     partial.replace(path)
-    path.with_suffix('.md').write_text(f'{one_line(about)}\n\n{markdown_table(found)}\n')
     print(f'written to {path}')

@@ -8,6 +8,7 @@ A row is the numbers, the target, pause tokens and the equations in the order th
 
 Each equation replaces two of the remaining numbers by its result. Tokens are the
 integers 1 to 10,000 and | + - * / =. The prompt, through the last |, is not in the loss.
+Inferred: a token for =, which is not in the paper's list.
 
 As in "Stream of Search" (Gandhi et al.), numbers and target are drawn until solvable, and the
 solution is the first found by depth-first search. It tries pairs in order, and a + b, a * b, larger

@@ -2,13 +2,14 @@
 
     python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json   train a BPE
 
-Texts are .txt files or records with a field `text`. Then use prepare_fineweb.py
---tokenizer=bpe16k.json.
+Texts are .txt files or records with a field `text`. --split_at='<|endoftext|>' keeps that marker of
+a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=bpe16k.json.
 """
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -146,6 +147,7 @@ def padded_vocab(n_ids: int) -> int:
 class Settings:
     vocab_size: int = 32000  # number of ids, including the 256 bytes and eos
     out: str = 'tokenizer.json'  # output file
+    split_at: str | None = None  # text that separates documents in a .txt file, as in prepare_fineweb.py
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
@@ -170,7 +172,8 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError("no texts given. Usage: python -m data.tokenizers 'texts/*.txt' --vocab_size=16000")
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
-        batches = (batch for name in names for _, batch in open_source(name, TEXTS)[0](None))
+        of_texts = SimpleNamespace(**vars(TEXTS) | {'split_at': s.split_at})
+        batches = (batch for name in names for _, batch in open_source(name, of_texts)[0](None))
         texts = (found[2] for batch in batches for found in batch if found)  # a long text takes 80x its size in RAM
         parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))
         write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())

@@ -53,7 +53,9 @@ def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bench.write_results('x', rows())
     kept, = tmp_path.iterdir()
-    assert kept.name.endswith('.partial.json') and json.loads(kept.read_text())['rows'] == [{'a': 1}]
+    found = json.loads(kept.read_text())
+    assert kept.name.endswith('.partial.json') and found['rows'] == [{'a': 1}]
+    assert found['command'].startswith('python -m bench.') and found['commit']
 
 
 # ---- bench/gpu.py ----

@@ -103,6 +103,14 @@ def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
     assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'already exists: choose another --out')
 
 
+def test_a_marker_between_documents_is_not_learned(tmp_path):
+    (tmp_path / 'stories.txt').write_text('a story\n<|endoftext|>\nanother one\n<|endoftext|>\n' * 30)
+    for name, options, is_learned in (('whole', [], True), ('split', ['--split_at=<|endoftext|>'], False)):
+        file = tmp_path / f'{name}.json'
+        succeeded(run('-m', 'data.tokenizers', tmp_path / 'stories.txt', '--vocab_size=300', *options, f'--out={file}'))
+        assert ('endoftext' in json.loads(file.read_text())['model']['vocab']) == is_learned
+
+
 def test_a_missing_gpt2_tokenizer_gives_a_clear_error(tmp_path, monkeypatch):
     tiktoken = pytest.importorskip('tiktoken')
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'empty'))

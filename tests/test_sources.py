@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
 
 import pytest
 from conftest import byte_documents, prepare, prepared, succeeded
@@ -16,6 +17,7 @@ from common.files import UserError, warn_once
 from data import sources
 from data.shards import Data
 from data.sources import hash_share, split_of
+from reproduce import textbooks
 
 pa = pytest.importorskip('pyarrow')
 datasets = pytest.importorskip('datasets')
@@ -266,3 +268,43 @@ def test_unreadable_sources_are_reported_with_file_and_line(tmp_path, name, cont
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(sentence)):
         read(tmp_path / name.removesuffix('/page.md'))
+
+
+# ---- reproduce/textbooks.py ----
+
+SECTION = '''---
+title: "A *section*"
+---
+
+## What it says
+
+The **first** paragraph refers to a [page](http://x.org/a) ([\\[link\\]](#figure)) and to [\\[link\\]](#table)
+&amp; more. {: #id}
+
+![A figure](a.jpg "Its caption (long)")
+
+| a table | of bars |
+
+> A quotation. REST
+
+### Review Questions
+
+Not this.
+'''
+
+
+def test_textbooks_are_the_running_text_of_their_sources(tmp_path, monkeypatch):
+    book = tmp_path / 'biology-book'
+    (book / 'contents').mkdir(parents=True)
+    (book / 'contents/m2.md').write_text(SECTION.replace('REST', 'x' * 500))
+    (book / 'contents/m1.md').write_text(SECTION)  # too short
+    git = ['git', '-C', book, '-c', 'user.name=a', '-c', 'user.email=a@b.c']
+    for command in (['init', '-q'], ['add', '.'], ['commit', '-qm', 'a']):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(textbooks, 'BOOKS', {'biology': 'HEAD'})
+    for name in 'ab':
+        textbooks.main([str(tmp_path / name), f'--clones={tmp_path}'])
+    document, = map(json.loads, (tmp_path / 'a').read_text().splitlines())
+    assert document['id'] == 'biology/m2' and (tmp_path / 'a').read_bytes() == (tmp_path / 'b').read_bytes()
+    assert document['text'] == ('What it says\n\nThe first paragraph refers to a page and to the figure\n& more.\n\n'
+                                f'A quotation. {"x" * 500}')

@@ -1,0 +1,357 @@
+"""The results that the pages cite: which files there are, and every number of RESULTS.md again."""
+import gzip
+import json
+import math
+import re
+import statistics
+
+from conftest import ROOT
+
+from analysis import claims
+from analysis.figures import read_csv
+
+RESULTS = ROOT / 'bench/results'
+SPS = {'SPS': 'sps', '2x Memory': 'two_x_memory', 'Delayed State': 'delayed_state', 'Reverse SPS': 'reverse_sps'}
+FILES = sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob('*') if path.is_file())
+
+
+def test_every_file_has_one_row_and_says_where_it_comes_from():
+    rows = re.findall(r'^\| ([\w./]+\.\w+) \|', (RESULTS / 'README.md').read_text(), re.MULTILINE)
+    assert sorted([*rows, 'README.md']) == FILES and len(FILES) <= 45
+    for name in FILES:
+        if name.endswith('.json'):
+            assert measured(name).keys() >= {'command', 'device', 'date', 'commit', 'versions', 'rows'}, name
+
+
+# ---- the numbers of RESULTS.md ----
+
+class Page:
+    """A page from which checked statements are struck out."""
+
+    def __init__(self, name):
+        self.rest = ' '.join((ROOT / name).read_text().split())
+
+    def says(self, text, *values):
+        """Check that the page has this text, with the values in its {}, and strike it out."""
+        text = text.format(*values)
+        assert text in self.rest, text
+        self.rest = self.rest.replace(text, '...')
+
+    def numbers(self):
+        """Return the numbers that are left, without those in links and names."""
+        text = re.sub(r'\]\([^)]*\)|`[^`]*`|N = \d|D = \d|K = \d|d = \d|w = \d+|top \d|A5|H100', '', self.rest)
+        return re.findall(r'(?<![\w.])[+-]?\d[\d.,]*(?!\w)', text)
+
+
+def rows(file, key='model'):
+    """Return {value of the column `key`: row} of a CSV file."""
+    return {row[key]: row for row in read_csv(RESULTS / file)}
+
+
+def curve(file):
+    """Return {label: [(tokens, mean), ...]} of an output of `analysis.loss_curves`."""
+    found = {}
+    for row in read_csv(RESULTS / file):
+        found.setdefault(row['label'], []).append((int(row['tokens']), float(row['mean'])))
+    return found
+
+
+def measured(file, **values):
+    """Return a JSON file of a benchmark, or its only row with these values."""
+    found = json.loads((RESULTS / file).read_text())
+    if not values:
+        return found
+    row, = (row for row in found['rows'] if values.items() <= row.items())
+    return row
+
+
+def at(points, tokens):
+    """Return the mean at the evaluation nearest to this number of tokens."""
+    return min(points, key=lambda point: abs(point[0] - tokens))[1]
+
+
+def drafts():
+    """Return {model: [(of one token, of the best length), ...]}: (speed-up, accepted, length)."""
+    found = {}
+    for row in read_csv(RESULTS / 'domains_small.csv'):
+        if row['draft_len'] != 'auto':
+            of_text = found.setdefault(row['run'].removeprefix('out/domains_'), {}).setdefault(row['data'], [])
+            of_text.append((float(row['speedup']), float(row['accepted']), row['draft_len']))
+    return {model: [(cells[0], max(cells)) for cells in of.values()] for model, of in found.items()}
+
+
+def gap(row, sign=1):
+    """Format a difference with its interval; `row` is one of analysis.compare."""
+    low, high = sorted(sign * float(row[key]) for key in ('its_low', 'its_high'))
+    return f'{sign * float(row["minus_first"]):+.3f} ({low:+.3f} to {high:+.3f})'
+
+
+def claim_gap(row, sign=1):
+    return gap({'minus_first': row['difference'], 'its_low': row['low'], 'its_high': row['high']}, sign)
+
+
+def mean_of(file, key, column, value):
+    return statistics.mean(float(row[column]) for row in read_csv(RESULTS / file) if value in row[key])
+
+
+CLAIM = rows('claims/claims.csv', 'name')
+TESTS = {  # name of a claim: first cell of its row, and what is running if it has no numbers yet
+    'sps_separation': ('SPS: SPS minus 2x Memory, both from the token', 'g'),
+    'reverse_sps_window': ('SPS: Reverse SPS minus Standard, both w = 16', 'g'),
+    'sps_window': ('SPS: SPS minus Standard, both w = 16', 'g'),
+    'cr_same_width': ('Context-Ready: D = 2 minus N = 2', 'h'),
+    'cr_tied': ('Context-Ready: `tied` minus D = 2', 'h'),
+    'nextlat_probes': ("NextLat: loss of a probe 20 bytes ahead, minus GPT's", ''),
+    'nextlat_first_draft': ("NextLat: share of first drafted bytes accepted, minus MTP's", ''),
+    'gpn_near_gdn': ('GPN+M minus Gated DeltaNet, margin 0.041', ''),
+    'gpn_memory': ('GPN+M minus GPN without memory', '')}
+
+
+def check_tests(page):
+    assert list(TESTS) == [claim.name for claim in claims.CLAIMS if claim.tested]
+    for name, (title, trial) in TESTS.items():
+        if name in CLAIM:
+            row = {key: CLAIM[name][key] for key in ('difference', 'low', 'high', 'sd', 'smallest')}
+            page.says('| {} | {:+.4f} | {:+.4f} to {:+.4f} | {:.4f} | {:.4f} | {} |', title,
+                      *map(float, row.values()), CLAIM[name]['verdict'])
+        else:
+            page.says('| {} | running ({}) | | | | |', title, trial)
+
+
+def check_eight_models(page):
+    found = {}
+    for row in read_csv(RESULTS / 'shootout_64.csv'):
+        found.setdefault(row['model'], {})[row['equal']] = row
+    budgets = ('tokens', 'training FLOPs', 'wall time')
+    for model, of_budget in found.items():
+        losses = [of_budget[budget] for budget in budgets]
+        if model == 'Standard':
+            page.says('| Standard, its loss | {:.3f} | {:.3f} | {:.3f} |', *(float(row['loss']) for row in losses))
+        else:
+            page.says('| {} | {} | {} | {} |', model, *map(gap, losses))
+    size = float(found['Standard']['tokens']['parameters'])
+    page.says('over {} seeds. {:.2f}M parameters, `python_docs`, windows of 256 bytes',
+              found['SPS']['tokens']['seeds'], size / 1e6)
+    page.says('were chosen on all {:.1f}M bytes', float(found['SPS']['tokens']['tokens']) / 1e6)
+    page.says('| equal tokens, {:.1f}M |', float(found['SPS']['tokens']['tokens']) / 1e6)
+    speed = [float(found['GPN+M']['tokens'][key]) / float(found['Standard']['tokens'][key])
+             for key in ('tokens_per_s_1024', 'tokens_per_s_16384')]
+    page.says('{:.1f} times as fast as Standard after 1,024 tokens and {:.0f} times as fast after 16,384', *speed)
+    page.says('SPS is {:.3f} behind, and {:.3f} ahead if its second stream starts from the token', *(
+        abs(float(found[name]['tokens']['minus_first'])) for name in ('SPS', 'SPS, from the token')))
+    late = [float(x) for budget in budgets[1:] for x in found['Context-Ready, D = 2'][budget]['losses'].split()]
+    assert max(late) > 3.1, 'some seeds are still near the unigram loss'
+
+
+def check_sps(page):
+    models, points = rows('sps_textbooks_1m.csv'), curve('sps_textbooks_curves.csv')
+    long = curve('sps_textbooks_4m.csv')
+    long['reverse_sps, window=64'] = long.pop('reverse_sps')
+    for name, row in models.items():
+        if name != 'Standard':
+            method, _, window = name.partition(', w = ')
+            label = SPS[method] + (f', window={window}' if window else '')
+            last = f'{long[label][-1][1]:+.3f} |' if label in long else '|'
+            ratio = float(row['flops']) / float(models['Standard']['flops'])
+            page.says('| {} | {:.2f} | {:+.3f} | {} | {}', name, ratio, at(points[label], 250_000), gap(row), last)
+    page.says('{:.2f}M parameters, windows of 1,024 bytes, five seeds',
+              float(models['Standard']['parameters']) / 1e6)
+    assert {row['seeds'] for row in models.values()} == {'5'}
+    best = {}
+    for row in read_csv(RESULTS / 'sps_textbooks_1m_rates.csv'):
+        best[row['model']] = min(best.get(row['model'], 9), float(row['loss']))
+    late = [loss for model, loss in best.items() if model.startswith(('sps', 'two', 'delayed'))]
+    assert len(late) == 5
+    page.says('after 125,000 bytes. There, SPS, 2x Memory and Delayed State had losses of {:.2f} to {:.2f}, and '
+              'Standard {:.2f}', min(late), max(late), best['standard'])
+    page.says('led Standard by 0.17 to 0.20 after 250,000 bytes')
+    assert '0.17 to 0.20 after 250,000 tokens' in ' '.join((RESULTS / 'trials.md').read_text().split())
+    assert max(-at(points[label], 250_000) for label in points) < 0.17, 'Reverse SPS led by less'
+    rho, x = CLAIM['sps_gradient_rho'], CLAIM['sps_gradient_x']
+    page.says("stream is {:.3f} of the present loss's, at Standard's stream {:.3f}", float(rho['our_mean']),
+              float(rho['other_mean']))
+    page.says("input stream it is {:.3f} too", float(x['our_mean']))
+
+
+def check_context_ready(page):
+    file = 'context_ready_trial_2.5m.csv'
+    points, flops = curve(file), {row['label']: float(row['flops']) for row in read_csv(RESULTS / file)}
+    two = 'n_layer=2, variant=add, K=1'
+    for name, label in (('D = 2', 'n_layer=2, variant=add, K=5'), ('N = 3', 'n_layer=3, variant=add, K=1'),
+                        ('N = 2 with an extra FFN', 'n_layer=2, variant=extra_ffn, K=1')):
+        page.says('| {} | {:+.3f} | {:+.3f} | {:+.3f} | {:+.3f} | {:+.3f} | {:.1f} |', name,
+                  *(at(points[label], n * 1e6) for n in (0.5, 1.0, 1.5, 2.0, 2.5)), flops[label] / flops[two])
+    page.says('| minus N = 2, one seed | 0.5M bytes | 1.0M | 1.5M | 2.0M | 2.5M |')
+    older = {row['label']: row for row in read_csv(RESULTS / 'context_ready_curves.csv')}  # the last row of each
+    columns = [[float(older[f'context_ready, variant=add, {label}'][key]) for key in ('mean', 'lowest', 'highest')]
+               for label in ('K=5, k_min=2', 'K=1, k_min=None')]
+    page.says('width of 256, D = 2 had {:.3f} (seeds: {:.3f} to {:.3f}) after 2.5M bytes, and N = 2 had {:.3f} ({:.3f} '
+              'to {:.3f})', *columns[0], *columns[1])
+    page.says('after 2.5M bytes, D = 2 is level with N = 2 (one seed) or {:.3f} ahead (older trial), with {:.1f} times',
+              columns[1][0] - columns[0][0], flops['n_layer=2, variant=add, K=5'] / flops[two])
+    ratios = [float(row['L_token']) for row in read_csv(RESULTS / 'context_ready_depths.csv') if row['L_token']]
+    page.says('the largest ratio at a single token was {:.1f} to {:.1f}', min(ratios), max(ratios))
+    tied = CLAIM['cr_tied_early']
+    page.says('After {:.1f}M bytes, before its start is over, `tied` is {:.3f} ({:.3f} to {:.3f}) better',
+              float(tied['our_tokens']) / 1e6, *(-float(tied[key]) for key in ('difference', 'high', 'low')))
+    page.says('a correction changes {:.2f} times as much', float(CLAIM['cr_contraction']['our_mean']))
+    page.says('K = 3 closes {:.1f}% of the gap in perplexity', 100 * float(CLAIM['cr_three_unrolls']['our_mean']))
+    pointer = CLAIM['cr_pointer']
+    page.says('with 4 levels, D = 1 solves {:.1f} and N = 1 solves {:.1f} ({} seeds; paper: 11 and 1 of 11)',
+              float(pointer['our_mean']), float(pointer['other_mean']), pointer['seeds'])
+
+
+def check_nextlat(page):
+    columns = []
+    for optimizer in ('AdamW', 'Muon'):
+        short, long = rows(f'nextlat_{optimizer.lower()}_1m.csv'), curve(f'nextlat_{optimizer.lower()}_3m.csv')
+        columns.append((short, long, optimizer))
+    for name, label in (('NextLat', 'nextlat, objective=nextlat'), ('MTP', 'mtp'), ('JTP', 'jtp')):
+        cells = [cell for short, long, optimizer in columns
+                 for cell in (gap(short[f'{name}, {optimizer}']), f'{long[label][-1][1]:+.3f}')]
+        short = columns[0][0]
+        ratio = float(short[f'{name}, AdamW']['flops']) / float(short['GPT, AdamW']['flops'])
+        page.says('| {} | {:.2f} | {} | {} | {} | {} |', name, ratio, *cells)
+    page.says("GPT's loss after 1M bytes is {:.3f} and {:.3f}", float(columns[1][0]['GPT, Muon']['loss']),
+              float(columns[0][0]['GPT, AdamW']['loss']))
+    models = 'nextlat', 'jtp', 'mtp'
+    first = [bound(one[1] for one, _ in drafts()[model]) for model in models for bound in (min, max)]
+    page.says("NextLat's first drafted byte is accepted in {:.2f} to {:.2f} of the cases, JTP's in {:.2f} to {:.2f} "
+              "and MTP's in {:.2f} to {:.2f}", *first)
+    *speed, low, high = (bound(best[0] for _, best in drafts()[model]) for model in models for bound in (min, max))
+    page.says('NextLat decodes {:.1f} to {:.1f} times as fast as without, JTP {:.1f} to {:.1f} times and MTP {:.1f} '
+              'times', *speed, low)
+    assert f'{low:.1f}' == f'{high:.1f}'
+    star = rows('path_star_small.csv', 'label')  # the last row of each
+    ours = [float(star['nextlat, objective=nextlat'][key]) for key in ('mean', 'lowest', 'highest')]
+    page.says('NextLat finds {:.2f} of the paths (five seeds: {:.2f} to {:.2f}), JTP {:.2f} (one seed), and GPT {:.2f}',
+              *ours, float(star['nextlat, objective=jtp']['mean']),
+              float(star['nextlat, objective=ntp']['mean']))
+    solved = {row['label']: float(row['mean']) for row in read_csv(RESULTS / 'countdown_small.csv')
+              if row['score'] == 'solved'}
+    page.says('NextLat solves {:.3f} of 500 problems and GPT {:.3f}',
+              *(solved[f'nextlat, objective={name}, optimizer=muon'] for name in ('nextlat', 'ntp')))
+    a5 = {(row['label'], row['who'], row['position']): float(row['mean']) for row in read_csv(RESULTS / 'a5_small.csv')}
+    alone = next(value for (_, who, position), value in a5.items() if 'RNN' in who and position == '8')
+    page.says('is right in {:.2f} of the cases after 8 elements, GPT in {:.2f}', alone, a5['objective=ntp', '', '8'])
+    ranks = [mean_of('manhattan_small.csv', 'run', 'rank', model) for model in ('nextlat', 'ntp')]
+    page.says("states is {:.1f}, GPT's {:.1f} (3 seeds", *ranks)
+
+
+def check_gpn(page):
+    long, short = curve('gpn_trial_8m.csv'), curve('gpn_trial_256_8m.csv')
+    of_256 = rows('gpn_trial_256_2m.csv')
+    for name, claim, sign, label, model in (
+            ('Gated DeltaNet', 'gpn_near_gdn', -1, 'gdn', 'GDN'),
+            ('Transformer', 'gpn_transformer', 1, 'standard', 'Transformer')):
+        page.says('| {} | {} | {:+.3f} | {} | {:+.3f} |', name, claim_gap(CLAIM[claim], sign), long[label][-1][1],
+                  gap(of_256[model]), short[label][-1][1])
+    lowest = [min(points['standard'], key=lambda point: point[1]) for points in (long, short)]
+    page.says('falls to {:.3f} after {:.0f}M bytes and does not shrink further', lowest[0][1], lowest[0][0] / 1e6)
+    page.says('falls to {:.3f} after {:.0f}M and grows again', lowest[1][1], lowest[1][0] / 1e6)
+    page.says('it lowers the loss by {:.3f}', -float(CLAIM['gpn_memory']['difference']))
+    page.says('the rank correlation is {:.2f} over bytes', float(CLAIM['gpn_unigram']['our_mean']))
+    page.says('Wikipedia, {:.1f}M parameters, windows of 1,024 and 256 bytes',
+              float(of_256['GPN+M']['parameters']) / 1e6)
+
+
+def check_baseline(page):
+    points = curve('nanogpt_20m.csv')
+    page.says("After 20M bytes of Wikipedia (e), Standard's loss is {:.3f} and that of a model with nanoGPT's blocks "
+              '{:.3f}, one seed', points['standard'][-1][1], points['standard.NanoGPT'][-1][1])
+
+
+def check_papers(page):
+    """Check the papers' numbers against analysis/papers; the rest is as in the papers' text."""
+    gpn, nextlat = rows(ROOT / 'analysis/papers/gpn.csv', 'name'), rows(ROOT / 'analysis/papers/nextlat.csv', 'name')
+    transformer, memory, gdn, none = (float(gpn[name]['validation perplexity']) for name in (
+        'Transformer++', 'GPN+M, 1 layer', 'Gated DeltaNet', 'GPN, no memory'))
+    page.says('it has a perplexity of {:.2f}, GPN with memory {:.2f}', transformer, memory)
+    page.says("within {:.0f}% of a Transformer's perplexity and {:.0f}% of Gated DeltaNet's",
+              100 * (memory / transformer - 1), 100 * (memory / gdn - 1))
+    page.says('in the paper by {:.3f} (with 4 bytes a sub-word)', math.log(none / memory) / 4)
+    page.says('there {:.3f}, with 4 bytes a sub-word', math.log(float(
+        nextlat['NextLat (d = 1)']['validation perplexity']) / float(nextlat['GPT']['validation perplexity'])) / 4)
+    page.says('The margin is 18% of perplexity, with 4 bytes a sub-word')
+    assert claims.CLAIMS[[claim.name for claim in claims.CLAIMS].index('gpn_near_gdn')].margin == math.log(1.18) / 4
+    for text in ('paper: 0.55)', 'paper: 98%)', 'paper: 0.46 over', 'paper: NextLat about 1, with AdamW)',
+                 'paper: 0.548 and 0.331)', 'paper: 52.7 and 160.1)', 'paper: 2.3 to 2.7, 1.5 and 1.4)', 'figure 5a'):
+        page.says(text)
+
+
+def check_setting(page):
+    """Strike out how the runs were made."""
+    hours = re.search(r'took (about \d+ core-hours)', (RESULTS / 'trials.md').read_text().replace('\n', ' '))[1]
+    page.says('they took {}', hours)
+    sample = gzip.open(RESULTS / 'wikipedia_sample.csv.gz', 'rt').read().split()[1:]
+    assert len({line.split(',')[0] for line in sample}) == len(sample)
+    assert all(re.fullmatch(r'\d+,[0-9a-f]{64}', line) for line in sample)
+    page.says('a sample of {:,} articles', len(sample))
+    for text in ('chosen with seed 0, mostly', 'Standard with a window of 16.',
+                 'about 1,000 times smaller', 'goes on to 5M bytes', 'with 95% intervals', 'at a level of 5%',
+                 'after 5M bytes of Wikipedia', 'trains on 4M bytes with five seeds, and chooses rates at 1M',
+                 '| after 0.25M bytes | after 1M bytes (95%) | after 4M bytes, one seed |', "| 95% | sd |",
+                 '| AdamW, 1M bytes (95%) | AdamW, 3M, one seed | Muon, 1M bytes (95%) | Muon, 3M, one seed |',
+                 '1,024 bytes: 2M (95%) | 8M, one seed | 256 bytes: 2M (95%) | 8M, one seed', 'with windows of 256 it',
+                 'higher than GPT\'s at 1M bytes', 'One seed at 3M', 'trained on words of 4,'):
+        page.says(text)
+
+
+def test_every_number_of_the_results_page_follows_from_the_files():
+    page = Page('RESULTS.md')
+    for check in (check_tests, check_eight_models, check_sps, check_context_ready, check_nextlat, check_gpn,
+                  check_baseline, check_papers, check_setting):
+        check(page)
+    assert page.numbers() == [], page.rest
+
+
+# ---- measurements on the other pages ----
+
+def test_speeds_of_training_and_decoding_follow_from_the_files():
+    readme, sps, terms = Page('README.md'), Page('docs/sps.md'), 'time over standard'
+    for short, dtype in (('bf16', 'bfloat16'), ('fp32', 'float32')):
+        ratios = [measured(f'train_step_{cpu}.json', terms='same', dtype=dtype)['ratio'] for cpu in ('cpu', 'amx_cpu')]
+        readme.says('| {} | {:.2f} | {:.2f} |', short, *ratios)
+    one, many = (measured('generate_gpu.json', terms='float32', batch=batch)['ratio'] for batch in (1, 16))
+    readme.says('On an H100, `standard` decodes {:.1f} to {:.1f} times as fast as Hugging Face `generate`, both in '
+                'fp32', many, one)
+    Page('docs/gpu.md').says("in fp32, {:.1f} times Hugging Face's `generate` in fp32 with one sequence, {:.1f} times",
+                             one, many)
+    sps.says('takes {:.1f} times as long per training step',
+             measured('train_step_cpu.json', terms=terms, dtype='bfloat16', T=1024)['sps'])
+    sps.says('and {:.2f} (batch 1) to {:.2f} times (batch 16) to decode',
+             *(measured('generate_cpu.json', terms=terms, batch=batch, dtype='float32')['sps'] for batch in (1, 16)))
+    held = measured('inference_gpu.json', scale='s', what='memory, held')
+    sps.says('take {:.2f} and {:.2f} times the memory', held['sps'], round(held['two_x_memory'] + 1e-9, 2))
+    busy, idle = ([measured('spin_cpu.json', spin_count=n, beside=beside)['training_tokens_per_s']
+                   for n in (5000, 300_000)] for beside in ('a busy program', None))
+    Page('docs/runs.md').says('training is then {:.1f} times as fast as by default; on an idle machine, {:.0f}% slower',
+                              busy[0] / busy[1], 100 * (1 - idle[0] / idle[1]))
+    Page('docs/evaluation.md').says('runs {:.0f} times (fp32) and {:.0f} times (bf16) as fast',
+                                    *(row['ratio'] for row in measured('evaluation_cpu.json')['rows']))
+
+
+def test_speeds_of_the_models_follow_from_the_files():
+    context_ready, gpn, nextlat = (Page(f'docs/{name}.md') for name in ('context_ready', 'gpn', 'nextlat'))
+    times = [row['loop_over_scan'] for row in measured('context_ready_cpu.json')['rows'] if row['what'] == 'bptt']
+    context_ready.says('is {:.1f} to {:.1f} times as fast as `--scan=loop`', min(times), max(times))
+    context_ready.says('has {:.2f} times the speed of N = 6',
+                       measured('context_ready_cpu.json', C=2048)['speed_over_roformer'])
+    plain, loop, jax = (measured('gpn_cpu.json', what=f'{name} over the scan', n_layer=1)['c']
+                        for name in ('plain', 'loop', 'jax'))
+    gpn.says('takes {:.1f} times as long with the equations and plain autograd as with the fast version, {:.1f} times '
+             'with `--scan=loop`, which recomputes activations, and {:.1f} times with a jitted', plain, loop, jax)
+    gpn.says('Training is then {:.0f} times slower', loop)
+    costs = [measured('objectives_cpu.json', objective=name, horizon=1)[key] for name in ('nextlat', 'bst')
+             for key in ('time_over_ntp', 'peak_memory_over_ntp')]
+    nextlat.says("a NextLat step takes {:.2f} times GPT's time (byte vocabulary) and {:.1f} times its memory "
+                 '(vocabulary 50304); BST with a tenth of its pairs, {:.1f} and {:.1f} times', *costs)
+    found = {}
+    for row in measured('speculative_auto_epyc_cpu.json')['rows']:
+        if row['auto_confidence'] == 0.02:
+            found.setdefault((row['text'], row['temperature']), []).append(row['auto_over_best_fixed'])
+    means = [statistics.mean(values) for values in found.values()]
+    nextlat.says('`auto` is {:.2f} to {:.2f} times as fast as the best fixed length', min(means), max(means))
+    for name in ('JTP', 'MTP', 'NextLat'):
+        cells = drafts()[name.lower()]
+        nextlat.says('| {} | {} | {} | {} | {} |', name, *('{:.2f}, {:.2f} ({})'.format(*best) for _, best in cells))

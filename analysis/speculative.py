@@ -28,12 +28,12 @@ from analysis import figures
 from bench import markdown_table
 from common.decoding import SAMPLING, generate
 from common.files import UserError, write_file
+from common.interface import load_draft
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device
 from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
 from common.settings import check_ranges
 from common.speculative import longest_draft, read_length, speculative_generate
-from sample import load_draft
 
 
 @dataclass

@@ -50,13 +50,16 @@ class RunLM(TemplateLM):
         return [(nats, is_greedy) for nats, is_greedy, _ in self.scorer.score(pairs)]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        return self.rolling([self.tok_encode(request.args[0]) for request in requests])
+
+    def rolling(self, texts: list[list[int]]) -> list[float]:
+        """Return the log-likelihood of each text (a list of ids) in nats, cut to the context."""
         windows, owners = [], []
-        for i, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
+        for i, ids in enumerate(texts):
             cut = get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, 1)
             windows += map(make_disjoint_window, cut)
             owners += [i] * (len(windows) - len(owners))
-        totals = [0.0] * len(requests)
+        totals = [0.0] * len(texts)
         for owner, (nats, *_) in zip(owners, self.scorer.score(windows)):
             totals[owner] += nats
         return totals

@@ -1,16 +1,15 @@
 """`common.export --to_hf`: every architecture and tokenizer works in transformers and lm-eval."""
-import dataclasses
 import json
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, assert_sentence, run, succeeded
+from conftest import MODELS, ROOT, assert_sentence, make_run, run, succeeded
 
 import model_standard
-from common import checkpoint, export, runs
+from common import export
 from common.scoring import Scorer
-from data.tokenizers import load_tokenizer, padded_vocab, train_tokenizer
+from data.tokenizers import load_tokenizer, train_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]
 transformers = pytest.importorskip('transformers')
@@ -18,7 +17,6 @@ pytest.importorskip('lm_eval')
 from common.lm_eval_adapter import RunLM
 
 TEXTS = ['a text of some words', "Hello  world, don't\r\n\t 12345", ' a naïve 日本 ☃\n\nx', '']
-MODELS = ['standard', 'sps', 'context_ready', 'nextlat', 'gpn', 'gdn', 'mtp', 'jtp', 'bst']
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -28,23 +26,6 @@ def code_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, 'HF_MODULES_CACHE', str(tmp_path_factory.mktemp('modules')))
         yield
-
-
-def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, **settings):
-    """Write a run with random weights; return model and tokenizer. ends: ids that end a text."""
-    own = load_tokenizer(tokenizer, bos)
-    module, sizes = runs.model_file(model), {'n_layer': 2, 'n_embd': 32, 'n_head': 2}
-    c = runs.make_config(model, {'vocab_size': padded_vocab(own.n_ids), 'n_ids': own.n_ids, 'eos_id': None,
-                                 **sizes, **settings})
-    torch.manual_seed(0)
-    weights = {name: p + 0.05 * torch.randn_like(p) for name, p in module.Model(c).named_parameters()}
-    runs.save_run(folder, {
-        'model': model, 'settings': {'block_size': 64, 'eval_seed': None, 'data': ''},
-        'model_config': dataclasses.asdict(c), 'versions': {},
-        'data': {'folder': '', 'tokenizer': str(tokenizer), 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
-                 'sha256': '', **({'ends': ends} if ends else {})}})
-    checkpoint.save_checkpoint(folder, 0, weights, {'step': 0})
-    return runs.load_run(folder)[0], own
 
 
 def assert_lm_eval_agrees(folder, model, own, ends=None):

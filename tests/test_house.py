@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT, run_subprocess
 
-SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
+SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb', 'lm_architectures'}
 BASE = {'common.files', 'common.settings'}
 ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may import anything
     'common.start': set(),
@@ -30,6 +30,8 @@ ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may impor
     'common.speculative': {'common.files', 'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},
+    'common.interface': {'common.decoding', 'common.files', 'common.lm_eval_adapter', 'common.machine', 'common.runs',
+                         'common.scoring', 'common.settings', 'common.speculative', 'data'},
     'common.lm_eval_adapter': {'common.files', 'common.benchmarks', 'common.decoding', 'common.parallel',
                                'common.scoring', 'data'},
     'common.hf_model': {'models'},

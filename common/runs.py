@@ -143,7 +143,7 @@ def read_run(folder) -> dict:
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
         raise UserError(f'{folder} is a Hugging Face folder: convert it to a run with '
-                        f'{command("-m", "common.export", name, f"--from_llama={folder}")}, then use {name}')
+                        f'{command("-m", "common.import_hf", folder, f"--out_dir={name}")}, then use {name}')
     record = read_json(path, remedy, check_record)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:

@@ -117,7 +117,7 @@ def evaluations(path: Path) -> dict[str, float]:
                 and is_number(record.get('of_steps') or 0))
     found = {}
     for record in read_lines(path, is_whole):
-        affecting = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
+        affecting = ('data', 'val_tokens', 'num_fewshot', 'limit', 'bos', 'max_length')  # None by default
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
                    if key in affecting and value is not None]
         if record.get('step', 0) < (record.get('of_steps') or 0):

@@ -1,7 +1,7 @@
 """lm-eval for runs: `RunLM` is the model, `run_tasks` runs tasks.
 
 With several processes, each scores a share of the requests and gathers the rest. For other lm-eval
-settings, such as few-shot prompts, use `lm_eval.simple_evaluate(RunLM(...), ...)`.
+settings, such as a chat template, use `lm_eval.simple_evaluate(RunLM(...), ...)`.
 """
 import difflib
 import functools
@@ -114,8 +114,9 @@ def task_manager() -> TaskManager:
     return TaskManager(include_path=str(OUR_TASKS))
 
 
-def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | None = None, **options) -> dict:
-    """Run lm-eval tasks zero-shot and return its results. options: for lm_eval.simple_evaluate."""
+def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | None = None, num_fewshot: int = 0,
+              **options) -> dict:
+    """Run lm-eval tasks and return its results. options: for lm_eval.simple_evaluate."""
     manager = task_manager()
     for task in tasks:
         if task not in manager.all_tasks:
@@ -124,8 +125,9 @@ def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | No
     with tempfile.TemporaryDirectory() as folder:
         specs = tasks
         if data_dir:
-            specs = task_files({task: manager.task_index[task] for task in tasks}, data_dir, Path(folder))
-        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
+            entries = {task: manager.task_index[task] for task in tasks}
+            specs = task_files(entries, data_dir, Path(folder), num_fewshot > 0)
+        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=num_fewshot, limit=limit,
                                         bootstrap_iters=0, **{'log_samples': False, **options})
     return first_not_none(found)  # lm-eval only returns them on rank 0
 

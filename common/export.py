@@ -13,6 +13,8 @@ if __name__ == '__main__':
     quiet_start()
 
 import dataclasses
+import inspect
+import json
 import re
 import shutil
 from contextlib import suppress
@@ -26,6 +28,38 @@ from common.families import FAMILIES, family_of, to_family
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.hf_tokenizer import save_tokenizer
 from common.settings import load_settings
+
+RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
+          'dtype')  # settings of training in the model card
+CARD = '''---
+{header}
+---
+
+# {title}
+
+{about}
+
+| | |
+|---|---|
+{facts}
+
+The license is yours to choose. Weights that started from others' keep the conditions of those.
+
+## Loading
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained('FOLDER'{code})
+tokenizer = AutoTokenizer.from_pretrained('FOLDER'{code})
+```
+
+## Model settings
+
+```json
+{config}
+```
+'''
 
 
 @dataclass
@@ -46,7 +80,7 @@ def export_run(run, folder, exact: bool = False) -> None:
     record = runs.read_run(run)
     c, data, block_size = runs.portable_config(record, run), record['data'], record['settings']['block_size']
     family, reason = (None, '--exact is set') if exact else family_of(record, c)
-    tensors = checkpoint.load_checkpoint(run)[1]
+    state, tensors = checkpoint.load_checkpoint(run)
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
     if family:
         to_family(c, tensors, n_rows, block_size, ends, family).save_pretrained(folder, max_shard_size='1TB')
@@ -58,6 +92,8 @@ def export_run(run, folder, exact: bool = False) -> None:
     save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
     if (run / runs.CHAT_TEMPLATE).is_file():
         shutil.copy(run / runs.CHAT_TEMPLATE, folder)
+    n_parameters = sum(tensor.numel() for tensor in tensors.values())
+    write_file(folder / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
     print(f'{folder} is a Hugging Face folder, {FAMILIES[family] if family else "with the model code"}, because '
           f'{reason}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
           f'{"" if family else ", trust_remote_code=True"})')
@@ -65,6 +101,28 @@ def export_run(run, folder, exact: bool = False) -> None:
         print(f'A {FAMILIES[family]} does not mask attention between documents: its logits differ from this run after '
               'an end-of-text token, as in rolling likelihoods of lm-eval, which start with one. --exact keeps the '
               'mask')
+
+
+def model_card(run: Path, record: dict, step: int, n_parameters: int, family: str | None) -> str:
+    """Return the README.md of an export: what the run was trained on and how to load it."""
+    from huggingface_hub import ModelCard, ModelCardData
+    settings, data, log = record['settings'], record['data'], runs.read_log(run)
+    about = inspect.getdoc(runs.model_file(record['model'])) or ''  # its first paragraphs name the paper
+    facts = {'model': f'model_{record["model"]}.py', 'written as': FAMILIES.get(family, 'the model code'),
+             'parameters': f'{n_parameters:,}', 'context, tokens': f'{settings["block_size"]:,}',
+             'tokenizer': f'{Path(data["tokenizer"]).name}, {data["n_ids"]:,} ids',
+             'training data': Path(data['folder']).name or 'imported weights', 'training step': f'{step:,}'}
+    for key, name in (('tokens', 'training tokens'), ('nll', 'training loss, nats per token'),
+                      ('val', 'validation loss, nats per token')):
+        if found := [line[key] for line in log if key in line and line['step'] <= step]:
+            facts[name] = f'{found[-1]:,}' if key == 'tokens' else f'{found[-1]:.4f}'
+    facts |= {name: f'`{settings[name]}`' for name in RECIPE if name in settings}
+    header = ModelCardData(license='unknown', library_name='transformers', pipeline_tag='text-generation')
+    code = '' if family else ', trust_remote_code=True'
+    return str(ModelCard(CARD.format(
+        header=header.to_yaml(), title=run.resolve().name, about='\n\n'.join(about.split('\n\n')[:2]), code=code,
+        facts='\n'.join(f'| {name} | {value} |' for name, value in facts.items()),
+        config=json.dumps(record['model_config'], indent=1))))
 
 
 def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from conftest import MODELS, ROOT, assert_sentence, make_run, run, saved_bytes, succeeded
 
 import model_standard
-from common import export, families, import_hf
+from common import checkpoint, export, families, import_hf, runs
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer, train_tokenizer
 
@@ -83,6 +83,22 @@ def test_every_architecture_runs_in_transformers(tmp_path, name):
     with pytest.raises(ValueError, match='the model has 257 ids, which cannot change'):
         theirs.resize_token_embeddings(300)
     assert_lm_eval_agrees(tmp_path / name, model, own)
+
+
+@pytest.mark.parametrize('exact', [True, False])
+def test_the_model_card_says_what_was_trained_and_how_to_load_it(tiny_run, tmp_path, exact):
+    from huggingface_hub import ModelCard
+    export.export_run(tiny_run, tmp_path / 'hf', exact)
+    card, record = ModelCard.load(tmp_path / 'hf/README.md'), runs.read_run(tiny_run)
+    log, weights = runs.read_log(tiny_run), checkpoint.load_checkpoint(tiny_run)[1]
+    assert (card.data.license, card.data.library_name) == ('unknown', 'transformers')
+    for part in (f'# {tiny_run.name}\n', 'arXiv 2607.01218', '| training tokens | 2,560 |', '| training step | 20 |',
+                 f'| validation loss, nats per token | {log[-1]["val"]:.4f} |', '| learning_rate | `0.01` |',
+                 f'| parameters | {sum(p.numel() for p in weights.values()):,} |', '| training data | tiny |',
+                 f'| written as | {"the model code" if exact else "Llama"} |',
+                 f'"n_embd": {record["model_config"]["n_embd"]}'):
+        assert part in card.text, card.text
+    assert ('trust_remote_code' in card.text) is exact and str(tiny_run.parent) not in card.content
 
 
 def exported(tmp_path, name, **settings):

@@ -513,7 +513,7 @@ def chunked_loss(fn, rows, params, width, shared=()):
     values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
     n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
     params = [p for p in params if p.requires_grad]
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *shared, *params)):
         return _ChunkedLoss.apply(fn, n_chunks, len(rows), len(shared), *rows, *shared, *params)
     return _sums([fn(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
 

@@ -2,7 +2,7 @@
 
     python eval.py RUN [RUN ...] --val                         loss on validation data, or --data
     python eval.py RUN --corpus=wikitext,c4,books3,govreport   nats per word and bits per byte
-    python eval.py RUN --tasks=arc_easy,lambada_openai         zero-shot accuracy
+    python eval.py RUN --tasks=arc_easy,lambada_openai         accuracy, also with --num_fewshot=5
     python eval.py RUN --paper=sps                             tasks and averages of a paper
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
 
@@ -18,6 +18,7 @@ if __name__ == '__main__':
 import datetime
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import re
@@ -62,6 +63,7 @@ class Settings:
     paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # run the tasks and corpora of this paper
     data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
     bos: bool | None = None  # start texts of tasks and corpora with bos; None: if the training data has bos
+    num_fewshot: int | None = None  # examples before each question of an lm-eval task; None: 0, as in the papers
     limit: int | None = None  # number of documents per task or corpus; None: all
     batch_tokens: int = 16384  # tokens per batch, including padding
     max_length: int | None = None  # maximum context in tokens; None: the run's block_size
@@ -69,9 +71,10 @@ class Settings:
     model: str | None = None  # path of the model's file, if it is not in this repository
     device: Device = 'auto'  # auto: cuda if available, else cpu
     dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
+    verbose: bool = False  # show lm-eval's own warnings
 
     def __post_init__(self):
-        check_ranges(self, val_tokens=1, limit=1, batch_tokens=1, max_length=2)
+        check_ranges(self, val_tokens=1, num_fewshot=1, limit=1, batch_tokens=1, max_length=2)
 
 
 def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> dict[str, float]:
@@ -144,15 +147,18 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     model, results, versions = scorer.model, {}, {'torch': torch.__version__}
     if s.val:
         results['val'] = validation(model, record, s)
-    lm_eval_tasks = [task for task in dict.fromkeys([*tasks, *corpora]) if task != 'lambada_first_token']
+    lm_eval_tasks = [task for task in tasks if task != 'lambada_first_token']
     try:
         if 'lambada_first_token' in tasks:
             results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
-        if lm_eval_tasks:
+        if lm_eval_tasks or corpora:
             warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
             from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
-            results |= task_metrics(run_tasks(RunLM(scorer, tokenizer, record['data'].get('ends')), lm_eval_tasks,
-                                              s.data_dir, s.limit))
+            lm, parts = RunLM(scorer, tokenizer, record['data'].get('ends')), []
+            parts += [(lm_eval_tasks, s.num_fewshot or 0), ([name for name in corpora if name not in tasks], 0)]
+            for names, num_fewshot in parts:
+                if names:
+                    results |= task_metrics(run_tasks(lm, names, s.data_dir, s.limit, num_fewshot))
             versions['lm_eval'] = importlib.metadata.version('lm_eval')
     except (OSError, ImportError) as error:  # ImportError: no support for a socks proxy
         proxies = [name for name in os.environ if re.fullmatch('(all|https?)_proxy', name.lower())]
@@ -212,17 +218,19 @@ def main(argv: list[str] | None = None) -> None:
         add_file(s.model)
         init_distributed('gloo')
         columns = {}
-        for run in runs:
-            line = evaluate(run, s, tasks, corpora)
-            columns[run] = {f'{task} {metric}': value
-                            for task, values in line['results'].items() for metric, value in values.items()}
-            if rank() == 0:
-                of_steps = f' of {line["of_steps"]:,}' if line['of_steps'] else ''
-                print_table({run: columns[run]})
-                print(f'checkpoint of step {line["step"]:,}{of_steps}')
-                append_line(run, line)
-        if rank() == 0 and len(runs) > 1:
-            print_table(columns)
+        logging.getLogger('lm_eval').setLevel(logging.WARNING if s.verbose else logging.ERROR)
+        try:
+            for run in dict.fromkeys(runs):
+                line = evaluate(run, s, tasks, corpora)
+                columns[run] = {f'{task} {metric}': value
+                                for task, values in line['results'].items() for metric, value in values.items()}
+                if rank() == 0:
+                    of_steps = f' of {line["of_steps"]:,}' if line['of_steps'] else ''
+                    print(f'{run}: checkpoint of step {line["step"]:,}{of_steps}')
+                    append_line(run, line)
+        finally:  # also if a later run fails
+            if rank() == 0 and columns:
+                print_table(columns)
 
 
 if __name__ == '__main__':

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.func import functional_call
 
 from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
                           make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
@@ -251,7 +252,9 @@ class Model(nn.Module):
 
     def _logits(self, h, frozen=False):
         """Return logits over all V rows. frozen: without a gradient for the head's weights."""
-        return F.linear(h, self.head.weight.detach()) if frozen else self.head(h)
+        if frozen:  # with whatever the head consists of, such as an adapter
+            return functional_call(self.head, {name: p.detach() for name, p in self.head.named_parameters()}, h)
+        return self.head(h)
 
     def logits(self, idx):
         """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""

@@ -190,7 +190,7 @@ class Model(nn.Module):
 
     def _first_rho(self, x, h):
         """Return the first rho (B, T, C): <predict> (eq. 3); beyond the paper, + x or + h."""
-        rho = self.embed.weight[self.config.n_ids].expand_as(x)
+        rho = self.embed(torch.full((1, 1), self.config.n_ids, device=x.device)).expand_as(x)
         return {'predict': rho, 'token': rho + x, 'state': rho + h}[self.config.predict_input]
 
     def final_hidden(self, idx):

@@ -412,7 +412,8 @@ def print_sample(s, model, data, machine):
     print(f'\na sample, |prompt|continuation|:\n|{before}|{after}\n')
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> str:
+    """Train with the given command line (None: the process's own). Returns the run folder."""
     with friendly_errors(argv):
         argv = sys.argv[1:] if argv is None else argv
         s, given, record = run_settings.read_settings(Settings, argv)
@@ -440,6 +441,7 @@ def main(argv: list[str] | None = None) -> None:
     if machine.world > 1:
         sys.stdout.flush()
         os._exit(0)  # a normal exit sometimes aborts in gloo's threads
+    return s.out_dir
 
 
 if __name__ == '__main__':

@@ -63,7 +63,7 @@ def plot(rows: list[dict]):
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('a5 RUN RUN ... --length=36 --out=NAME', Settings, argv) as (s, runs):
-        measured = figures.curves_of(runs, lambda folders: measure(folders, s))
+        measured = figures.curves_of(runs, lambda folders: measure(folders, s), labels=s.labels)
         rows = [{'label': label + row['who']} | row for label, own in measured.items() for row in own]
         for label, line in figures.by_label(rows).items():
             shown = [row for row in line if row['position'] in (row['trained'], s.length)]

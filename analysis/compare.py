@@ -2,11 +2,12 @@
 
     python -m analysis.compare --out_dir=out/a "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
 
-Each argument is `NAME: ARGUMENTS OF train.py`. The search for the learning rate starts at the one
-configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then trained at the best one
-found, which need not be the best for all tokens: a model that starts late needs a large --share.
-Finished runs are reused and interrupted ones resumed. All models must share data, windows and dtype
-(auto: float32, on a GPU bfloat16). Training tokens may differ, to compare at equal FLOPs or time.
+Each argument is `NAME: ARGUMENTS OF train.py`. One is enough, to find its learning rate. The search
+starts at the rate configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then
+trained at the best one found, which need not be the best for all tokens: a model that starts late
+needs a large --share. Finished runs are reused and interrupted ones resumed. All models must share
+data, windows and dtype (auto: float32, on a GPU bfloat16). Training tokens may differ, to compare
+at equal FLOPs or time.
 
 Writes rates.csv (the loss at each learning rate), compare.csv and compare.md to out_dir. Intervals
 are 95% by Student's t. Differences from the first model are paired by seed: runs with the same
@@ -183,7 +184,7 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
         if method.settings.dtype == 'auto':
             method.settings.dtype = one_dtype(method.settings.device)
             args.append(f'--dtype={method.settings.dtype}')
-    if len(methods) < 2:
+    if not methods:
         raise UserError('which models? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
     (first, reference), *others = methods.items()
     for name, method in others:
@@ -220,15 +221,16 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
 
 
 def loss_table(rows: list[dict]) -> str:
-    """Format the rows of `table` in Markdown."""
-    return markdown_table([{
+    """Format the rows of `table` in Markdown. Differences are left out if there is one model."""
+    found = [{
         'model': r['model'], 'parameters': f'{r["parameters"]:,}',
         'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
         'tokens': f'{r["tokens"]:,}', 'FLOPs': '' if r['flops'] is None else f'{r["flops"]:.3g}',
         'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}',
         '95%': figures.interval_text(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}',
         f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
-        '95% of that': figures.interval_text(r['its_low'], r['its_high'], '+')} for r in rows])
+        '95% of that': figures.interval_text(r['its_low'], r['its_high'], '+')} for r in rows]
+    return markdown_table(found if len(rows) > 1 else [dict([*found[0].items()][:-2])])
 
 
 def main(argv: list[str] | None = None) -> None:

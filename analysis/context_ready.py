@@ -15,7 +15,6 @@ not say how windows are combined, so three estimates are given, over positions t
     L_token_50 ...   50th, 90th and 99th percentiles of these ratios
 """
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -112,11 +111,11 @@ def costs(model):
             'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
-def plot(rows):
+def plot(rows, names):
     figure, axes = figures.new_figure('Context-Ready: perplexity by parallel unrolls', figsize=(8, 4.5))
     for run, row, style in figures.styled({row['run']: row for row in rows}):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
-        axes.plot(*zip(*points), marker='o', markersize=5, label=Path(run).name, **style)
+        axes.plot(*zip(*points), marker='o', markersize=5, label=names[run], **style)
         axes.axhline(row['sequential'], color=style['color'], linestyle=':', linewidth=1)
     axes.set(xlabel='parallel unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
              xticklabels=DEPTHS)
@@ -128,10 +127,11 @@ def plot(rows):
 
 def main(argv=None):
     with figures.runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
+        names = figures.run_names(runs, s.labels)
         rows = [analyse(run, s) for run in runs]
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))
-        figures.write_figure(s.out, runs, 'context_ready', rows, plot(rows))
+        figures.write_figure(s.out, runs, 'context_ready', rows, plot(rows, names))
 
 
 if __name__ == '__main__':

@@ -35,6 +35,7 @@ BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of 
 class Settings:
     out: str | None = None  # NAME of the files to write, without extension; None: the script's name, beside the runs
     model: str | None = None  # path of the model's file, if it is not in this repository
+    labels: str | None = None  # 'A,B': names of the groups of runs, as they come; None: the settings that differ
 
 
 @dataclass
@@ -132,7 +133,7 @@ def evaluations(path: Path) -> dict[str, float]:
                 and is_number(record.get('of_steps') or 0))
     found = {}
     for record in read_lines(path, is_whole):
-        affecting = ('data', 'val_tokens', 'limit', 'bos', 'max_length')  # None by default
+        affecting = ('data', 'val_tokens', 'num_fewshot', 'limit', 'bos', 'max_length')  # None by default
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
                    if key in affecting and value is not None]
         if record.get('step', 0) < (record.get('of_steps') or 0):
@@ -222,10 +223,26 @@ def short_number(value: float) -> str:
     return f'{value:.4g}' if isinstance(value, float) else str(value)
 
 
-def group(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, list[str]]:
+def named(keys: Iterable[str], labels: str | None) -> dict[str, str]:
+    """Return {key: label}. labels: 'A,B', one for each key; None: the keys themselves."""
+    keys = list(keys)
+    names = keys if labels is None else [label.strip() for label in labels.split(',')]
+    if len(set(names)) < len(names) or len(names) != len(keys):
+        raise UserError(f'labels is {labels!r}: expected {len(keys)} different names, separated by commas, for '
+                        + '; '.join(keys))
+    return dict(zip(keys, names))
+
+
+def run_names(runs: list[str], labels: str | None) -> dict[str, str]:
+    """Return {run: label} of figures without groups. labels None: the names of the folders."""
+    return named(runs, labels) if labels else {run: Path(run).name for run in runs}
+
+
+def group(runs: list[str], ignored: Set[str] = frozenset(), labels: str | None = None) -> dict[str, list[str]]:
     """Group runs that differ only in the seed, or in `ignored` settings: {label: run folders}.
 
     A label names the model or method if they differ, then as few settings as identify the groups.
+    labels: see `Settings`.
     """
     groups = {}
     for run, settings in differences(runs, ignored).items():
@@ -239,10 +256,10 @@ def group(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, list[st
         longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
         if len(set(longer)) > len(set(parts)):
             parts = longer
-    labels = [printable(', '.join(part) or config['model']) for part, config in zip(parts, configs)]
-    if len(set(labels)) < len(labels):  # different values may look the same when shortened
-        labels = [f'{label}, {runs_of_label[0]}' for label, runs_of_label in zip(labels, folders)]
-    return dict(zip(labels, folders))
+    names = [printable(', '.join(part) or config['model']) for part, config in zip(parts, configs)]
+    if len(set(names)) < len(names):  # different values may look the same when shortened
+        names = [f'{name}, {members[0]}' for name, members in zip(names, folders)]
+    return dict(zip(named(names, labels).values(), folders))
 
 
 def comparison_warning(runs: list[str]) -> str | None:
@@ -272,15 +289,15 @@ def map_readable(items: Iterable, function: Callable) -> dict:
     return found
 
 
-def curves_of(runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset()) -> dict:
+def curves_of(runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset(), labels: str | None = None) -> dict:
     """Return {label: curve_of(runs of that label)}, with runs grouped and labelled by `group`.
 
     Prints differing settings that are not in the labels, and errors of runs that it skips.
     """
     readable = list(map_readable(runs, read_run))
-    groups, settings = group(readable, ignored), differences(readable, ignored)
+    groups, settings = group(readable, ignored, labels), differences(readable, ignored)
     curves = map_readable(groups, lambda label: curve_of(groups[label]))
-    for label in curves:
+    for label in curves if labels is None else []:
         texts = [setting_label(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
         if hidden := set(texts) - set(label.split(', ')):
             print(f'{label}: also {", ".join(sorted(hidden))}')
@@ -317,10 +334,12 @@ def final_losses(runs: list[str]) -> list[float]:
     return list(one_per_seed(runs, final_loss).values())
 
 
-def curves_by_size(baseline: str, runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset()) -> dict:
+def curves_by_size(s, runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset()) -> dict:
     """Return {size: result of `curves_of`}, sizes ascending, such as {'131.1M': {label: curve}}.
 
-    Sizes without the baseline, or with the baseline alone, are skipped with a message.
+    The baseline comes first: s.baseline, or if it is None, standard if it is there, or the first
+    label. Sizes without s.baseline, or with one label alone, are skipped with a message. s also has
+    `labels`.
     """
     parameters, sizes = map_readable(runs, n_parameters), {}
     for run in sorted(parameters, key=parameters.get):
@@ -329,11 +348,12 @@ def curves_by_size(baseline: str, runs: list[str], curve_of: Callable, ignored: 
         sizes[max(sizes)].append(run)
 
     def compared(n):
-        curves = curves_of(sizes[n], curve_of, ignored)
+        curves = curves_of(sizes[n], curve_of, ignored, s.labels)
+        baseline = s.baseline or next((label for label in curves if label == 'standard'), next(iter(curves)))
         if baseline not in curves or len(curves) < 2:
-            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected {baseline} '
-                            'and others')
-        return curves
+            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected '
+                            f'{s.baseline or "a baseline"} and others')
+        return {baseline: curves.pop(baseline), **curves}
     return {short_number(n): curves for n, curves in map_readable(sizes, compared).items()}
 
 

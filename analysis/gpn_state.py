@@ -245,13 +245,13 @@ PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
     'nll': ('Ablations: recall', 'distance from pair to query, tokens', 'loss, nats', 'log')}
 
 
-def plot(rows):
+def plot(rows, name='a GPN'):
     """Draw one panel for each part of PANELS that rows have."""
     curves = {}  # {part: {name: [(x, value)]}}
     for part, name, x, value in rows:
         curves.setdefault(part, {}).setdefault(name, []).append((x, value))
     parts = [part for part in PANELS if part in curves]
-    figure, axes = figures.panels('State and memory of a GPN', len(parts), 4, (5, 4))
+    figure, axes = figures.panels(f'State and memory of {name}', len(parts), 4, (5, 4))
     for ax, part in zip(axes, parts):
         title, x_label, y_label, scale = PANELS[part]
         if part == 'perplexity':
@@ -306,7 +306,7 @@ def main(argv=None):
         rows = analyse(run, s)
         print_summary(rows)
         table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
-        figures.write_figure(s.out, [run], 'gpn_state', table, plot(rows))
+        figures.write_figure(s.out, [run], 'gpn_state', table, plot(rows, figures.run_names([run], s.labels)[run]))
 
 
 if __name__ == '__main__':

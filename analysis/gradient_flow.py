@@ -237,7 +237,8 @@ def plot(rows: list[dict]):
 def main(argv=None):
     with figures.runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         s = fitted(s, runs)
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)],
+                                     labels=s.labels)
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
         for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):

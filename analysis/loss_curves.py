@@ -76,11 +76,11 @@ def set_axes(axes, curves: list[list[dict]], xlabel: str, what: str = 'validatio
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('loss_curves RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        groups = figures.group(runs) if s.minus else {None: []}
+        groups = figures.group(runs, labels=s.labels) if s.minus else {None: []}
         if s.minus not in groups:
             raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(groups)}')
         reference = {figures.settings_of(run).seed: run for run in groups[s.minus]}
-        curves = figures.curves_of(runs, lambda runs: figures.curve(runs, minus=reference))
+        curves = figures.curves_of(runs, lambda runs: figures.curve(runs, minus=reference), labels=s.labels)
         first = next(iter(curves.values()))
         for label, points in curves.items():
             end = points[-1]

@@ -24,7 +24,6 @@ are laid out by the directions of the streets, each of length 1.
 from collections import Counter
 from dataclasses import dataclass
 from math import exp
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -262,17 +261,17 @@ def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
 
 
 def plot(maps: dict):
-    """Draw a panel per run. maps: {run: (positions, existing streets, invented streets)}."""
+    """Draw a panel per run. maps: {name: (positions, existing streets, invented streets)}."""
     from matplotlib.collections import LineCollection
     figure, all_axes = figures.panels('City map reconstructed from walks (invented streets in red)', len(maps), 3,
                                       (5, 5.5))
-    for axes, (run, (positions, true, invented)) in zip(all_axes, maps.items()):
+    for axes, (name, (positions, true, invented)) in zip(all_axes, maps.items()):
         axes.set_axis_off()
         for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
             axes.add_collection(LineCollection([positions[[a, b]] for a, b in streets], **style))
         axes.autoscale()
         axes.set_aspect('equal')
-        axes.set_title(f'{Path(run).name}\n{len(true)} existing streets, {len(invented)} invented')
+        axes.set_title(f'{name}\n{len(true)} existing streets, {len(invented)} invented')
     return figure
 
 
@@ -307,9 +306,9 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('manhattan RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        rows, maps = [], {}
+        rows, maps, names = [], {}, figures.run_names(runs, s.labels)
         for run in runs:
-            row, maps[run] = measure(run, s)
+            row, maps[names[run]] = measure(run, s)
             rows.append(row)
             print('  '.join(f'{name} {value:.4g}' if isinstance(value, float) else f'{name} {value}'
                             for name, value in row.items()))

@@ -135,7 +135,8 @@ def plot(rows: list[dict]):
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv) as (s, runs):
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)],
+                                     labels=s.labels)
         rows = table(measured)
         for row in rows:
             if row['offset'] in (1, s.offsets):

@@ -35,6 +35,7 @@ td, th {{ padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: left }
 @dataclass
 class Settings:
     out: str | None = None  # file to write; None: report.html beside the runs
+    labels: str | None = None  # 'A,B': names of the groups of runs, as they come; None: the settings that differ
 
 
 def read(run: str) -> dict:
@@ -92,7 +93,7 @@ def curves(rows: list[dict], axis: str):
     return figure.update_yaxes(matches=None, showticklabels=True)
 
 
-def page(found: dict[str, dict]) -> str:
+def page(found: dict[str, dict], group_labels: str | None = None) -> str:
     """Return the HTML page of {run: result of `read`}."""
     import pandas as pd
     import plotly.io
@@ -100,7 +101,8 @@ def page(found: dict[str, dict]) -> str:
     def table(rows):
         return pd.DataFrame(rows).to_html(index=False, na_rep='', border=0, float_format='{:.4g}'.format)
     runs, drawn = list(found), []
-    labels = {run: label for label, members in figures.group(runs).items() for run in members}
+    labels = {run: label for label, members in figures.group(runs, labels=group_labels).items()
+              for run in members}
     rows = points(found, labels)
     for axis in AXES:
         if known := [row for row in rows if row[axis] is not None]:
@@ -119,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('report RUN RUN ... --out=report.html', Settings, argv) as (s, runs):
         found = figures.map_readable(dict.fromkeys(run.rstrip('/') for run in runs), read)
         path = Path(f"{figures.output_path(s.out, list(found), 'report')}.html")
-        write_file(path, page(found).encode(errors='replace'))
+        write_file(path, page(found, s.labels).encode(errors='replace'))
         print(f'written to {path}: open it in a browser')
 
 

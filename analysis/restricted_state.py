@@ -116,7 +116,8 @@ def plot(rows: list[dict]):
 def main(argv=None):
     with figures.runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         s = fitted(s, runs)
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)])
+        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)],
+                                     labels=s.labels)
         rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
         means, lasts = {}, {}
         for label, line in figures.by_label(rows).items():

@@ -16,7 +16,7 @@ from eval import PAPERS
 
 @dataclass
 class Settings(figures.Settings):
-    baseline: str = 'standard'  # label that the others are compared with
+    baseline: str | None = None  # label that the others are compared with; None: standard if it is there, or the first
 
 
 def outcome(runs: list[str]) -> dict:
@@ -32,12 +32,11 @@ def outcome(runs: list[str]) -> dict:
             'accuracy': None if None in accuracies else statistics.mean(accuracies)}
 
 
-def gains(outcomes: dict[str, dict], baseline: str) -> list[dict]:
+def gains(outcomes: dict[str, dict]) -> list[dict]:
     """Return a CSV row for each label but the baseline. outcomes: {label: outcome} of one size."""
-    of_baseline, rows = outcomes[baseline], []
-    for label, own in outcomes.items():
-        if label == baseline:
-            continue
+    (_, of_baseline), *others = outcomes.items()
+    rows = []
+    for label, own in others:
         is_scored = None not in (own['accuracy'], of_baseline['accuracy'])
         rows.append({'label': label, **own, 'loss_of_baseline': of_baseline['loss'],
                      'loss_gain': own['loss'] - of_baseline['loss'], 'accuracy_of_baseline': of_baseline['accuracy'],
@@ -64,14 +63,14 @@ def plot(rows: list[dict], baseline: str):
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('scaling RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        sizes = figures.curves_by_size(s.baseline, runs, outcome)
-        rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes, s.baseline)]
+        sizes = figures.curves_by_size(s, runs, outcome)
+        rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes)]
         for row in rows:
             print(f'{row["size"]} {row["label"]}: validation loss {row["loss_gain"]:+.4f}'
                   + ('' if row['accuracy_gain'] is None else f', accuracy {row["accuracy_gain"]:+.2f} points'))
         if any(row['accuracy_gain'] is None for row in rows):
             print('no accuracy for runs without all tasks in eval.jsonl: python eval.py RUN --paper=sps')
-        figures.write_figure(s.out, runs, 'scaling', rows, plot(rows, s.baseline))
+        figures.write_figure(s.out, runs, 'scaling', rows, plot(rows, next(iter(next(iter(sizes.values()))))))
 
 
 if __name__ == '__main__':

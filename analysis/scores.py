@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
             folders = figures.finished(folders) if s.bars else folders  # unfinished runs have no final score
             return {name: figures.curve(folders, name, name) for name in score_names(folders, s.scores)}
         for data, part in parts.items():
-            curves = figures.curves_of(part, scores_of)
+            curves = figures.curves_of(part, scores_of, labels=s.labels)
             rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p
                      for label, scores in curves.items() for name, points in scores.items() for p in points]
             print_ends(curves, data)

@@ -20,25 +20,25 @@ from common.files import UserError
 
 @dataclass
 class Settings(figures.Settings):
-    better: str = 'sps'  # label of the group that is tested to have the lower loss
-    alike: str = 'delayed_state;two_x_memory'  # labels of two groups tested for equivalence, separated by ;
+    better: str | None = None  # label of the group that is tested to have the lower loss; None: sps, if it is there
+    alike: str | None = None  # labels of two groups tested for equivalence, separated by ;; None: as in the paper
     margin: float = 0.01  # nats per token within which they count as equal
 
     def __post_init__(self):
-        if len(self.alike.split(';')) != 2:
+        if self.alike is not None and len(self.alike.split(';')) != 2:
             raise UserError(f"alike is {self.alike!r}: expected two labels separated by ;, such as 'delayed_state;sps'")
 
 
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     """Return the rows of NAME_tests.csv. losses: {label: one loss per seed}."""
     tested, rows = {label: values for label, values in losses.items() if len(set(values)) > 1}, []
-    a, b = s.alike.split(';')
-    for label in sorted({s.better, a, b} - tested.keys()):
+    better, (a, b) = s.better or 'sps', (s.alike or 'delayed_state;two_x_memory').split(';')
+    asked = {s.better, *(s.alike or '').split(';')} - {None, ''}
+    for label in sorted(asked - tested.keys()):
         print(f'no test of {label!r}: labels with several seeds: {"; ".join(tested) or "none"}', file=sys.stderr)
-    if s.better in tested:
-        rows += [{'test': 'Welch, one-sided: a is lower', 'a': s.better, 'b': other}
-                 | figures.lower_test(tested[s.better], values) for other, values in tested.items()
-                 if other != s.better]
+    if better in tested:
+        rows += [{'test': 'Welch, one-sided: a is lower', 'a': better, 'b': other}
+                 | figures.lower_test(tested[better], values) for other, values in tested.items() if other != better]
     if a in tested and b in tested:
         rows.append({'test': f'TOST: equal within {s.margin:g}', 'a': a, 'b': b}
                     | figures.equivalence_test(tested[a], tested[b], s.margin))
@@ -61,7 +61,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('seeds RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        losses = figures.curves_of(runs, figures.final_losses)
+        losses = figures.curves_of(runs, figures.final_losses, labels=s.labels)
         rows = tests(losses, s)
         groups = []
         for label, values in losses.items():

@@ -28,12 +28,12 @@ from analysis import figures
 from bench import markdown_table
 from common.decoding import SAMPLING, generate
 from common.files import UserError, write_file
+from common.interface import load_draft
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device
 from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
 from common.settings import check_ranges
 from common.speculative import DraftLen, longest_draft, speculative_generate
-from sample import load_draft
 
 
 @dataclass
@@ -112,9 +112,9 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 
 # ---- results ----
 
-def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
+def markdown(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]) -> str:
     """Return NAME.md, from {(run, folder): rows of `compare_lengths`}."""
-    found = {run: {'run': Path(run).name} for run, _ in tables}
+    found = {run: {'run': names[run]} for run, _ in tables}
     for (run, folder), rows in tables.items():
         fixed = [row for row in rows if row['draft_len'] != 'auto']
         row = max([row for row in fixed if row['draft_len'] > 1] or fixed or rows, key=lambda row: row['speedup'])
@@ -124,11 +124,11 @@ def markdown(tables: dict[tuple[str, str], list[dict]]) -> str:
     return markdown_table(list(found.values())) + '\n'
 
 
-def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
+def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str], path) -> None:
     """Draw speed-up and cumulative acceptance: a line per run and folder."""
     figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 1, 2, figsize=(12, 4))
     for i, ((run, folder), rows) in enumerate(tables.items()):
-        style = dict(color=f'C{i}', label=f'{Path(run).name}, {Path(folder).name}')
+        style = dict(color=f'C{i}', label=f'{names[run]}, {Path(folder).name}')
         speedups = {row['draft_len']: row['speedup'] for row in rows}
         if 'auto' in speedups:
             left.axhline(speedups.pop('auto'), color=f'C{i}', linestyle='--')
@@ -145,7 +145,7 @@ def plot(tables: dict[tuple[str, str], list[dict]], path) -> None:
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('speculative RUN RUN ...', Settings, argv) as (s, runs):
         init_distributed('gloo')
-        device, tables = local_device(s.device), {}
+        device, tables, names = local_device(s.device), {}, figures.run_names(runs, s.labels)
         dtype = decoding_dtype(s.dtype, device.type)
         for run in runs:
             model, record = load_run(run, device, dtype, s.code)
@@ -163,8 +163,8 @@ def main(argv: list[str] | None = None) -> None:
                     for row in rows]), sep='\n')
         if rank() == 0:
             out = figures.output_path(s.out, runs, 'speculative')
-            write_file(Path(f'{out}.md'), markdown(tables).encode())
-            plot(tables, f'{out}.png')
+            write_file(Path(f'{out}.md'), markdown(tables, names).encode())
+            plot(tables, names, f'{out}.png')
             print(f'written to {out}.md, {out}.png and speculative.csv in each run folder')
 
 

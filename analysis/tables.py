@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
         paper, measured = figures.read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
         columns = [column for column in paper[0] if ' ' in column]
         groups = figures.curves_of(runs, lambda folders: (own_row(folders, columns, measured),
-                                                  row_of_paper(folders[0], paper)))
+                                                  row_of_paper(folders[0], paper)), labels=s.labels)
         rows = rows_of(groups, columns)
         texts = [{column: value if isinstance(value, str) else as_text(column, value) for column, value in row.items()}
                  for row in rows]

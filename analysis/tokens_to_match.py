@@ -24,7 +24,7 @@ LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # se
 
 @dataclass
 class Settings(figures.Settings):
-    baseline: str = 'standard'  # label that the others are compared with
+    baseline: str | None = None  # label that the others are compared with; None: standard if it is there, or the first
 
 
 @dataclass
@@ -88,9 +88,11 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        sizes = figures.curves_by_size(s.baseline, runs, constant_rate, LENGTH)
-        rows = [{'size': size} | match(target, by, curves) for size, curves in sizes.items() for other in curves
-                if other != s.baseline for target, by in ((other, s.baseline), (s.baseline, other))]
+        sizes, rows = figures.curves_by_size(s, runs, constant_rate, LENGTH), []
+        for size, curves in sizes.items():
+            baseline, *others = curves
+            rows += [{'size': size} | match(target, by, curves) for other in others
+                     for target, by in ((other, baseline), (baseline, other))]
         for row in rows:
             tokens = figures.short_number(row['tokens'] or row['searched'])
             found = (f'reaches it after {tokens} tokens: {row["tokens_ratio"]:.3f} times as many' if row['tokens']

@@ -49,7 +49,7 @@ def plot(lines: dict[str, list[dict]]):
 
 def main(argv: list[str] | None = None) -> None:
     with figures.runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        lines = figures.curves_of(runs, sweep, ignored={'window'})
+        lines = figures.curves_of(runs, sweep, {'window'}, s.labels)
         for label, points in lines.items():
             print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))
         rows = [{'label': label} | p | {'window': window_name(p['window'])}

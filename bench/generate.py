@@ -14,7 +14,7 @@ import torch
 import model_standard
 from bench import DEVICE, GPU, TOY_SHAPE, alternate, measure
 from common.decoding import generate
-from common.export import to_llama
+from common.families import to_family
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
 PROMPT, NEW = 16, 512 if GPU else 32  # tokens; on a GPU many, to outweigh capturing the graph
@@ -24,7 +24,7 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Cal
     """Return {side: function that generates}, with the same weights and prompts on both sides."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE).eval()
-    llama = to_llama(model.config, model.state_dict(), 50304).to(DEVICE, dtype)
+    llama = to_family(model.config, model.state_dict(), 50304).to(DEVICE, dtype)
     model = model.to(dtype)
     prompts = torch.randint(0, 50257, (batch_size, PROMPT))
     on_device = prompts.to(DEVICE)

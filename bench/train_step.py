@@ -23,7 +23,7 @@ import bench
 import model_standard
 import train
 from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
-from common import export, gpu, machine, models
+from common import families, gpu, machine, models
 from common.settings import check_ranges
 from common.start import SPIN_COUNT
 
@@ -68,7 +68,7 @@ def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
     """Return one training step per side, with the same weights and tokens (2, B, T)."""
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
-    llama = export.to_llama(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
+    llama = families.to_family(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
     return {'ours': our_step(model, tokens, dtype),
             'hf': optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss,
                                  train.make_optimizer(llama, train.Settings()), tokens, dtype)}

@@ -5,11 +5,11 @@ from pathlib import Path
 from common.files import UserError
 
 
-def local_records(folder, task: str) -> list[dict]:
+def local_records(folder, task: str, parts=('', '_valid', '_val', '_dev', '_test')) -> list[dict]:
     """Return a task's documents from a folder, with the fields that lm-eval's task expects.
 
-    Reads TASK.jsonl, or TASK_valid.jsonl, _val, _dev or _test. Labels may be in NAME_labels.lst
-    next to NAME.jsonl, one per line. Fields:
+    Reads TASK.jsonl, or TASK_valid.jsonl, _val, _dev or _test, as `parts` says. Labels may be in
+    NAME_labels.lst next to NAME.jsonl, one per line. Fields:
 
     arc_easy, arc_challenge: question {stem, choices} and answerKey, or query, choices, gold
     piqa, social_iqa, hellaswag, winogrande, sciq: as published
@@ -17,10 +17,10 @@ def local_records(folder, task: str) -> list[dict]:
     wikitext, c4, books3, govreport: page or text, one document per line
     other lm-eval tasks: the fields of the dataset on the hub
     """
-    paths = [Path(folder) / f'{task}{part}.jsonl' for part in ('', '_valid', '_val', '_dev', '_test')]
+    paths = [Path(folder) / f'{task}{part}.jsonl' for part in parts]
     path = next(filter(Path.is_file, paths), None)
     if path is None:
-        raise UserError(f'{folder} has no file for {task}: expected {task}.jsonl')
+        raise UserError(f'{folder} has no file for {task}: expected {paths[0].name}')
     records, labels = [], path.with_name(f'{path.stem}_labels.lst')
     try:
         lines = [line for line in path.read_text(encoding='utf-8-sig').split('\n') if line.strip()]
@@ -59,22 +59,30 @@ def to_hub_fields(record: dict, task: str) -> dict:
     return record
 
 
-def task_files(entries: dict, data_dir, folder: Path) -> list[str]:
+def write_records(path: Path, records: list[dict]) -> str:
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+    return str(path)
+
+
+def task_files(entries: dict, data_dir, folder: Path, has_examples: bool = False) -> list[str]:
     """Write lm-eval tasks that read local files: one YAML file each, which includes lm-eval's own.
 
-    entries: {task: its entry in the index of lm-eval's TaskManager}. Returns the paths.
+    entries: {task: its entry in the index of lm-eval's TaskManager}. has_examples: few-shot
+    examples come from TASK_train.jsonl. Returns the paths.
     """
     paths = []
     for task, entry in entries.items():
         if entry.kind.name != 'TASK':
             raise UserError(f'{task} is a group of lm-eval tasks: with --data_dir, name the tasks one by one')
-        records = folder / f'{task}.jsonl'
-        records.write_text(''.join(json.dumps(record) + '\n' for record in local_records(data_dir, task)))
-        splits = [split for key, split in entry.cfg.items() if key.endswith('_split') and split]
+        splits, examples = [split for key, split in entry.cfg.items() if key.endswith('_split') and split], {}
+        files = {split: write_records(folder / f'{task}.jsonl', local_records(data_dir, task)) for split in splits}
+        if has_examples:
+            records = local_records(data_dir, task, ['_train'])
+            files['examples'] = write_records(folder / f'{task}_train.jsonl', records)
+            examples = {'fewshot_split': 'examples'}
         path = folder / f'{task}.yaml'
         path.write_text(json.dumps({  # JSON is YAML
-            'include': str(entry.yaml_path), 'task': task, 'dataset_path': 'json', 'dataset_name': None,
-            'dataset_kwargs': {'data_files': {split: str(records) for split in splits},
-                               'cache_dir': str(folder)}}))  # not the user's cache
+            'include': str(entry.yaml_path), 'task': task, 'dataset_path': 'json', 'dataset_name': None, **examples,
+            'dataset_kwargs': {'data_files': files, 'cache_dir': str(folder)}}))  # not the user's cache
         paths.append(str(path))
     return paths

@@ -1,8 +1,9 @@
 """Decoding: token distributions, sampling, and `generate`.
 
-Read `generate` first, then `Decoder`, which it uses. Models decode through `new_cache` and
+Read `generation_steps` first, then `Decoder`, which it uses. Models decode through `new_cache` and
 `extend`; a model without them recomputes the whole text for each token (common/recomputing.py).
 """
+from collections.abc import Iterator
 from math import inf
 from types import SimpleNamespace
 
@@ -57,30 +58,40 @@ def draw(probs, noise) -> torch.Tensor:
 
 # ---- generation ----
 
-@torch.inference_mode()
 @torch.autocast('cpu', enabled=False)  # CPUs decode in fp32
-def generate(model, prompts: list[list[int]], max_new_tokens: int, *, seed=0, eos_id=None, finished=None, cache=None,
-             **sampling) -> list[list[int]]:
+def generate(model, prompts: list[list[int]], max_new_tokens: int, *, cache=None, **options) -> list[list[int]]:
     """Continue each prompt, of any length >= 1. Returns the new ids of each, incl. a final eos_id.
+
+    cache: from `allocate_cache`, to inspect later. options: see `generation_steps`.
+    """
+    cache = allocate_cache(model, prompts, max_new_tokens) if cache is None else cache
+    *_, new = generation_steps(model, prompts, max_new_tokens, cache, **options)
+    return new
+
+
+@torch.inference_mode()
+def generation_steps(model, prompts: list[list[int]], max_new_tokens: int, cache, *, seed=0, eos_id=None,
+                     finished=None, **sampling) -> Iterator[list[list[int]]]:
+    """Generate as `generate`. Yields the new ids so far, at first none, then after each step.
 
     eos_id: one or several ids that end a text. finished(i, new_ids) -> bool is called after each
     new token of prompt i except eos_id (on a GPU, every 16 steps for the tokens since); True ends
-    the text. cache: from `allocate_cache`, to inspect later. sampling: options of `token_probs`.
-    Raises UserError for options out of range and for prompts whose logits are not finite.
+    the text. sampling: options of `token_probs`. Raises UserError for options out of range and for
+    prompts whose logits are not finite.
     """
-    cache = allocate_cache(model, prompts, max_new_tokens) if cache is None else cache
     decoder = Decoder(model, prompts, cache, seed, sampling)
     texts, unread = GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished), []
     steps_per_read = 16 if decoder.tokens.device.type == 'cuda' else 1
+    yield texts.new
     for i in range(max_new_tokens):
         unread.append((decoder.next_tokens() if i else decoder.tokens).clone())
         if len(unread) == steps_per_read or i + 1 == max_new_tokens:
             for b, tokens in enumerate(torch.stack(unread, 1).tolist()):
                 texts.add(b, tokens)
             unread = []
+            yield texts.new
             if not any(texts.live):
                 break
-    return texts.new
 
 
 class GeneratedTexts:

@@ -1,7 +1,7 @@
 """lm-eval for runs: `RunLM` is the model, `run_tasks` runs tasks.
 
 With several processes, each scores a share of the requests and gathers the rest. For other lm-eval
-settings, such as few-shot prompts, use `lm_eval.simple_evaluate(RunLM(...), ...)`.
+settings, such as a chat template, use `lm_eval.simple_evaluate(RunLM(...), ...)`.
 """
 import difflib
 import functools
@@ -50,13 +50,16 @@ class RunLM(TemplateLM):
         return [(nats, is_greedy) for nats, is_greedy, _ in self.scorer.score(pairs)]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        return self.rolling([self.tok_encode(request.args[0]) for request in requests])
+
+    def rolling(self, texts: list[list[int]]) -> list[float]:
+        """Return the log-likelihood of each text (a list of ids) in nats, cut to the context."""
         windows, owners = [], []
-        for i, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
+        for i, ids in enumerate(texts):
             cut = get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, 1)
             windows += map(make_disjoint_window, cut)
             owners += [i] * (len(windows) - len(owners))
-        totals = [0.0] * len(requests)
+        totals = [0.0] * len(texts)
         for owner, (nats, *_) in zip(owners, self.scorer.score(windows)):
             totals[owner] += nats
         return totals
@@ -111,8 +114,9 @@ def task_manager() -> TaskManager:
     return TaskManager(include_path=str(OUR_TASKS))
 
 
-def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | None = None, **options) -> dict:
-    """Run lm-eval tasks zero-shot and return its results. options: for lm_eval.simple_evaluate."""
+def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | None = None, num_fewshot: int = 0,
+              **options) -> dict:
+    """Run lm-eval tasks and return its results. options: for lm_eval.simple_evaluate."""
     manager = task_manager()
     for task in tasks:
         if task not in manager.all_tasks:
@@ -121,8 +125,9 @@ def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | No
     with tempfile.TemporaryDirectory() as folder:
         specs = tasks
         if data_dir:
-            specs = task_files({task: manager.task_index[task] for task in tasks}, data_dir, Path(folder))
-        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit,
+            entries = {task: manager.task_index[task] for task in tasks}
+            specs = task_files(entries, data_dir, Path(folder), num_fewshot > 0)
+        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=num_fewshot, limit=limit,
                                         bootstrap_iters=0, **{'log_samples': False, **options})
     return first_not_none(found)  # lm-eval only returns them on rank 0
 

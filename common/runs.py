@@ -71,7 +71,7 @@ def read_run(folder, code: str | None = None) -> dict:
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
         raise UserError(f'{folder} is a Hugging Face folder: convert it to a run with '
-                        f'{command("-m", "common.export", name, f"--from_llama={folder}")}, then use {name}')
+                        f'{command("-m", "common.import_hf", folder, f"--out_dir={name}")}, then use {name}')
     record = read_json(path, remedy, check_record)
     if code == 'run':
         stored = Path(folder) / STORED / f'model_{record["model"]}.py'

@@ -4,9 +4,10 @@ Each round drafts n tokens, feeds the last token and the draft to the model in o
 the tokens that `verify` accepts, and samples one more. The text has the same distribution as plain
 decoding, whatever the draft.
 
-Read `verify` first, then `speculative_generate`. Drafts come from `SelfDrafter` or `ModelDrafter`.
+Read `verify` first, then `speculative_steps`. Drafts come from `SelfDrafter` or `ModelDrafter`.
 """
 from collections import Counter
+from collections.abc import Iterator
 from math import inf
 from typing import Literal
 
@@ -49,25 +50,39 @@ def accepts(p, q, uniform) -> torch.Tensor:
     return uniform * q < p
 
 
-@torch.inference_mode()
 @torch.autocast('cpu', enabled=False)  # see `generate`
-def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *, draft=None, draft_len='auto', seed=0,
-                         eos_id=None, finished=None, **sampling) -> tuple[list[list[int]], 'DraftStatistics']:
+def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int,
+                         **options) -> tuple[list[list[int]], 'DraftStatistics']:
     """`generate` with drafts: same distribution, fewer steps. Returns new ids and DraftStatistics.
 
-    draft: a second model with the same vocabulary; None: the model drafts for itself. draft_len:
-    tokens per draft, or 'auto' (see `draft_tokens`). Greedy texts equal those of `generate` unless
-    rounding breaks a tie between two logits. Raises UserError like `generate` and `longest_draft`.
+    options: see `speculative_steps`.
+    """
+    statistics = DraftStatistics()
+    *_, new = speculative_steps(model, prompts, max_new_tokens, statistics, **options)
+    return new, statistics
+
+
+@torch.inference_mode()
+def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, statistics: 'DraftStatistics', *,
+                      draft=None, draft_len='auto', seed=0, eos_id=None, finished=None,
+                      **sampling) -> Iterator[list[list[int]]]:
+    """`generation_steps` with drafts. Yields the new ids so far, after each round.
+
+    statistics: is added to. draft: a second model with the same vocabulary; None: the model drafts
+    for itself. draft_len: tokens per draft, or 'auto' (see `draft_tokens`). Greedy texts equal
+    those of `generate` unless rounding breaks a tie between two logits. Raises UserError like
+    `generation_steps` and `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
     room = max_new_tokens + longest + 2
     cache = decoding.allocate_cache(model, prompts, room, longest + 1)
     plain = decoding.Decoder(model, prompts, cache, seed, sampling)
-    texts, statistics = decoding.GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished), DraftStatistics()
+    texts = decoding.GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished)
     for b, token in enumerate(plain.tokens.tolist()):
         texts.add(b, [token])
     drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, room, longest + 1)
     decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
+    yield texts.new
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
         most = longest if device.type == 'cuda' else min(longest, max(room))  # the same length reuses one CUDA graph
@@ -80,7 +95,7 @@ def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int, *
             if is_live:
                 statistics.add(lengths[b], accepted[b])
                 texts.add(b, drafts[b][:accepted[b]] + [token[b]])
-    return texts.new, statistics
+        yield texts.new
 
 
 def draft_tokens(decoder, longest: int, live, least: float) -> int:

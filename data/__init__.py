@@ -1,4 +1,4 @@
-"""Token data by name: built-in texts and tasks (one file each here), data folders, .txt files.
+"""Token data by name: built-in texts and tasks (one file each here), data folders, texts in files.
 
 Each file in this folder is built-in data if it has `documents()`, which yields (split, text), or a
 dataclass `Task`, which generates rows on demand (tasks.py). The documents are stored in data/built
@@ -15,11 +15,11 @@ from data.tasks import Generated, builtin_data, task_class
 
 
 def open_data(name) -> Data | Generated:
-    """Open data by name, data folder, or .txt file or folder. Builds it first if needed."""
+    """Open data by name, data folder, or file or folder of texts. Builds it first if needed."""
     if task_class(name):
         return Generated(str(name))
-    expected = ('expected a .txt file, a folder with meta.json or only .txt files, or built-in data '
-                f'({", ".join(builtin_data())}); prepare_fineweb.py converts other formats')
+    expected = ('expected a .txt, .jsonl, .csv or .parquet file, a folder with meta.json or of such files, or built-in '
+                f'data ({", ".join(builtin_data())}); prepare_fineweb.py converts other formats')
     if not str(name):
         raise UserError(f'data is empty: {expected}')
     folder, documents = Path(name), None
@@ -45,22 +45,26 @@ def has_data(name: str) -> bool:
     """Return True if the data exists or can be built when opened. A task may need a city file."""
     if task_class(name):
         return all(Path(file).exists() for file in re.findall(r'=([^,]+\.json)', name))
-    return name in builtin_data() or not name or name.endswith('.txt') or Path(name).exists()
+    from data.sources import format_of
+    return bool(name in builtin_data() or not name or format_of(name) or Path(name).exists())
 
 
 def text_data(path: Path) -> tuple[Path, Iterator | None]:
-    """Return (data folder, documents) for a .txt file or a folder of them, else (path, None).
+    """Return (data folder, documents) for a file or folder of texts, else (path, None).
 
-    The folder's name depends on the names, sizes and mtimes of the files.
+    Records have their text in the field `text`. The folder's name depends on the names, sizes and
+    mtimes of the files.
     """
     from data import sources
     found = [str(path)] if path.is_file() else sources.visible_files(str(path))
-    files = [file for file in found if sources.format_of(file)]
-    if {*map(sources.format_of, files)} != {'txt'}:
+    if not any(map(sources.format_of, found)):
+        return path, None
+    files = sources.local_files(str(path), sources.TEXTS)
+    if not files:  # of the library `datasets`
         return path, None
 
     def documents():
         s, (read, _) = sources.TEXTS, sources.open_source(str(path), sources.TEXTS)
         for _, batch in sources.with_splits(read(None), *sources.fitting_share(read, s), s.val_hash):
-            yield from batch
+            yield from filter(None, batch)  # None: a record without text
     return BUILT / f'{path.resolve().name}-{sources.checksum_of_files(files)[:12]}', documents()

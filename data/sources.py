@@ -193,7 +193,7 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
     for field in wanted:
         if field not in names:
             raise UserError(f'{place} has no field {field!r}; fields: {", ".join(names[:20])}. Set --text_field '
-                            'or --id_field (--id_field=None: split by the hash of the text)')
+                            'or --id_field of prepare_fineweb.py (--id_field=None: split by the hash of the text)')
     return wanted
 
 
@@ -309,7 +309,7 @@ def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterat
         yield next_state, found
     if not has_text:
         raise UserError(f'{name} has no text in field {s.text_field!r}; fields: '
-                        f'{", ".join(fields[:20]) or "none"}. Set --text_field')
+                        f'{", ".join(fields[:20]) or "none"}. Set --text_field of prepare_fineweb.py')
 
 
 def document(place: str, record, split: str | None, s) -> tuple | None:
@@ -322,7 +322,8 @@ def document(place: str, record, split: str | None, s) -> tuple | None:
     fields_to_read(place, [*record], s)
     key = record.get(s.id_field) if s.id_field else None
     if not isinstance(text, str):
-        raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field')
+        raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field of '
+                        'prepare_fineweb.py')
     # replace lone surrogates, which UTF-8 cannot encode, with question marks
     text = text.encode(errors='replace').decode()
     return split, text if key is None else str(key).encode(errors='replace').decode(), text

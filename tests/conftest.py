@@ -1,5 +1,6 @@
 """Shared test helpers: tiny data and runs, and scripts run in this process or a subprocess."""
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import io
@@ -30,8 +31,8 @@ if not torch.cuda.is_available():  # tests of the kernels then use Triton's inte
 import scans
 import scans.attention  # noqa: F401  define their kernels for the interpreter
 import scans.gpn  # noqa: F401
-from common import runs
-from data.tokenizers import load_tokenizer
+from common import checkpoint, models, runs
+from data.tokenizers import load_tokenizer, padded_vocab
 from data.writing import write_data
 
 os.environ.pop('TRITON_INTERPRET', None)
@@ -41,6 +42,7 @@ TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_
         '--learning_rate=1e-2', '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5',
         '--sample_tokens=0', '--threads=1', '--device=cpu', '--dtype=float32']
 STEP_TOKENS = 4 * 32
+MODELS = ['standard', 'sps', 'context_ready', 'nextlat', 'gpn', 'gdn', 'mtp', 'jtp', 'bst']
 
 
 def pytest_collection_modifyitems(config, items):
@@ -84,6 +86,23 @@ def tiny_run(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('runs') / 'tiny'
     succeeded(train_tiny(tiny_data, out))
     return out
+
+
+def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, **settings):
+    """Write a run with random weights; return model and tokenizer. ends: ids that end a text."""
+    own = load_tokenizer(tokenizer, bos)
+    module, sizes = models.model_file(model), {'n_layer': 2, 'n_embd': 32, 'n_head': 2}
+    c = models.make_config(model, {'vocab_size': padded_vocab(own.n_ids), 'n_ids': own.n_ids, 'eos_id': None,
+                                 **sizes, **settings})
+    torch.manual_seed(0)
+    weights = {name: p + 0.05 * torch.randn_like(p) for name, p in module.Model(c).named_parameters()}
+    runs.save_run(folder, {
+        'model': model, 'settings': {'block_size': 64, 'eval_seed': None, 'data': ''},
+        'model_config': dataclasses.asdict(c), 'versions': {},
+        'data': {'folder': '', 'tokenizer': str(tokenizer), 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
+                 'sha256': '', **({'ends': ends} if ends else {})}})
+    checkpoint.save_checkpoint(folder, 0, weights, {'step': 0})
+    return runs.load_run(folder)[0], own
 
 
 def contents(folder):
@@ -139,8 +158,8 @@ def run(*args, processes=1, **kwargs):
 
 def run_subprocess(*args, **kwargs):
     """Run `python args` in a subprocess."""
-    return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True, cwd=ROOT,
-                          **{'stdin': subprocess.DEVNULL, 'timeout': 300, **kwargs})
+    return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True,
+                          **{'cwd': ROOT, 'stdin': subprocess.DEVNULL, 'timeout': 300, **kwargs})
 
 
 @pytest.fixture

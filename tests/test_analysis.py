@@ -6,6 +6,7 @@ import pytest
 from conftest import assert_sentence, run, succeeded
 
 from analysis import figures, loss_curves, scores
+from common.files import UserError
 
 
 def write_run(folder, losses, model='standard', seed=0, settings=None, versions=None, log=None, **values):
@@ -50,6 +51,20 @@ def test_labels_hold_only_settings_that_differ(tmp_path, capsys):
     assert 'window=None: also min_lr=0.1\n' in capsys.readouterr().out
     alike = [write_run(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
     assert list(figures.group(alike)) == [f'standard, {tmp_path}/data_a', f'standard, {tmp_path}/data_b']
+
+
+def test_labels_can_be_given(tmp_path):
+    """One for each group, in the order of the runs."""
+    runs = [write_run(tmp_path / name, [4.0], model, seed=seed) for name, model, seed in (
+        ('a', 'sps', 1), ('b', 'sps', 2), ('c', 'gpn', 1))]
+    assert figures.group(runs, labels='first, second') == {'first': runs[:2], 'second': runs[2:]}
+    assert figures.run_names(runs[:2], None) == {runs[0]: 'a', runs[1]: 'b'}
+    assert figures.run_names(runs[:2], 'x,y') == {runs[0]: 'x', runs[1]: 'y'}
+    for wrong in ('first', 'a,b,c', 'a,a'):
+        with pytest.raises(UserError, match=f"labels is '{wrong}': expected 2 different names, separated by commas"):
+            figures.group(runs, labels=wrong)
+    succeeded(run('-m', 'analysis.loss_curves', *runs, '--labels=first,second', f'--out={tmp_path}/figure'))
+    assert {row['label'] for row in figures.read_csv(tmp_path / 'figure.csv')} == {'first', 'second'}
 
 
 def test_forks_and_copies_of_a_run_are_not_averaged_with_it(tmp_path, capsys):

@@ -7,8 +7,7 @@ import pytest
 from conftest import config_json, run, succeeded, train_tiny
 
 import eval as judge
-import sample
-from common import runs
+from common.interface import load
 from data import Data
 from data.tokenizers import load_tokenizer, train_tokenizer
 
@@ -55,12 +54,12 @@ def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):
 
 
 def test_prompts_start_with_bos_if_the_documents_do(trained, tokenizer):
-    record, settings = runs.read_run(trained), sample.Settings(max_new_tokens=4)
     assert config_json(trained)['data']['bos'] is True
     for bos, empty in ((True, [load_tokenizer(tokenizer).bos_id]), (False, [0])):
-        own = load_tokenizer(tokenizer, bos)
-        prompts, _ = sample.encode_prompts(settings, own, record, ['a text', ''])
-        assert prompts == [[*own.start, *own.encode('a text')], empty] and bool(own.start) is bos
+        own, loaded = load_tokenizer(tokenizer, bos), load(trained, 'cpu')
+        loaded.tokenizer = own
+        assert loaded.encode('a text') == [*own.start, *own.encode('a text')] and bool(own.start) is bos
+        assert loaded.encode('') == empty
     succeeded(run('sample.py', trained, 'a text', '', '--max_new_tokens=4', '--device=cpu'))
 
 

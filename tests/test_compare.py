@@ -111,7 +111,7 @@ def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
 
 
 @pytest.mark.parametrize('arguments, sentence', [
-    (['a: config/gpn_quick.py'], 'which models?'),
+    ([], 'which models?'),
     (['config/gpn_quick.py', 'b: config/gdn_quick.py'], "'config/gpn_quick.py' has no name"),
     (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
 def test_models_that_cannot_be_compared_give_a_clear_error(arguments, sentence, tmp_path, trained):
@@ -134,6 +134,13 @@ def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp
         assert {seed for name, own, seed in runs if (name, own) == (model, rate)} == {*'012345'}
     assert '| minus a |' in result.stdout and '| 1,234 |' in result.stdout and 'commit' in result.stdout
     assert {'rates.csv', 'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_one_model_gets_its_learning_rate_and_a_table_without_differences(tmp_path, trained):
+    side = f'a: --model=standard {SMALL}'
+    result = succeeded(run('-m', 'analysis.compare', side, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
+                           '--max_tokens=100', '--seeds=2'))
+    assert '\n| a | ' in result.stdout and 'minus' not in result.stdout
 
 
 def test_table_values_follow_from_the_runs(tmp_path):

@@ -1,5 +1,6 @@
 """eval.py: scores against full forward passes, and local tasks (vs lm-eval: test_export.py)."""
 import json
+import logging
 import math
 import random
 import shutil
@@ -131,6 +132,41 @@ def test_tasks_run_on_files_as_published(trained, tmp_path):
     assert 'winogrande acc' in result.stdout and 'mnli acc' in result.stdout
     assert_sentence(run('eval.py', trained, '--tasks=mmlu', f'--data_dir={tmp_path}'),
                     'mmlu is a group of lm-eval tasks: with --data_dir, name the tasks one by one')
+
+
+@pytest.mark.slow
+def test_few_shot_examples_come_from_the_training_file(trained, benchmarks, tmp_path, monkeypatch):
+    """Two examples with answers precede each question; corpora have none."""
+    folder, out, asked = tmp_path / 'benchmarks', shutil.copytree(trained, tmp_path / 'run'), []
+    shutil.copytree(benchmarks, folder)
+    command = ['eval.py', out, '--tasks=sciq', '--corpus=c4', f'--data_dir={folder}', '--num_fewshot=2', '--device=cpu']
+    assert_sentence(run(*command), 'no file for sciq: expected sciq_train.jsonl')
+    shown = {'question': 'an example', 'support': '', 'correct_answer': 'yes',
+             **{f'distractor{i}': 'no' for i in (1, 2, 3)}}
+    (folder / 'sciq_train.jsonl').write_text(3 * f'{json.dumps(shown)}\n')
+    tokens_of = RunLM._loglikelihood_tokens
+
+    def spy(self, requests, **kwargs):
+        asked.extend(context for (context, _), *_ in requests)
+        return tokens_of(self, requests, **kwargs)
+    monkeypatch.setattr(RunLM, '_loglikelihood_tokens', spy)
+    result = succeeded(run(*command))
+    assert asked and all(context.count('Question: an example\nAnswer: yes') == 2 for context in asked)
+    assert eval_lines(out)[-1]['settings']['num_fewshot'] == 2 and 'sciq acc num_fewshot=2' in evaluations(
+        out / 'eval.jsonl')
+    assert result.stdout.count('c4 nats_per_word') == 1
+
+
+@pytest.mark.slow
+def test_every_run_is_one_column_of_one_table(trained, tmp_path):
+    """Also if a later run fails; and lm-eval's warnings need --verbose."""
+    a, b = (shutil.copytree(trained, tmp_path / name) for name in 'ab')
+    result = succeeded(run('eval.py', a, b, a, '--val', '--val_tokens=64', '--device=cpu'))
+    assert result.stdout.count('val nats_per_token') == 1 and result.stdout.count('checkpoint of step') == 2
+    assert not logging.getLogger('lm_eval.api.task').isEnabledFor(logging.WARNING)
+    result = run('eval.py', a, tmp_path / 'none', '--val', '--val_tokens=64', '--device=cpu', '--verbose')
+    assert_sentence(result, 'none is not a run folder')
+    assert 'val nats_per_token' in result.stdout and logging.getLogger('lm_eval.api.task').isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.slow

@@ -73,7 +73,8 @@ COMMANDS = {  # name: share of the inputs, and working commands in the folder th
     'eval': (0.2, ['standard nextlat --val --batch_tokens=48',
                    'task --val --val_tokens=40',
                    'nextlat --tasks=lambada_first_token --data_dir=bench --limit=2 --max_length=8']),
-    'common.export': (0.05, ['standard --to_llama=new', 'new --from_llama=llama --tokenizer=byte']),
+    'common.export': (0.03, ['standard --to_hf=new', 'standard --to_hf=new --exact']),
+    'common.import_hf': (0.02, ['llama --out_dir=new --tokenizer=byte']),
     'prepare_fineweb': (0.09, [f'texts.jsonl --out_dir=new {PREPARE}',
                                f'texts.jsonl --out_dir=new {PREPARE} --shard_tokens=200 --max_tokens=100']),
     'analysis.tables': (0.03, ['standard nextlat --out=figure']),
@@ -96,7 +97,7 @@ def base(tmp_path_factory):
                        'bench/lambada_openai.jsonl': records}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    for command in ('train config.py --out_dir=standard', 'common.export standard --to_llama=llama',
+    for command in ('train config.py --out_dir=standard', 'common.export standard --to_hf=llama',
                     'train config.py --out_dir=nextlat --model=nextlat --save_interval=1',
                     f'train config.py --out_dir=task --data={TASK} --block_size=17'):
         must_work(folder, command)
@@ -298,7 +299,7 @@ def test_scripts_end_with_a_result_or_a_clear_error_on_any_input(base, kind):
           suppress_health_check=list(HealthCheck))
 @given(command=st.sampled_from(['train --out_dir=standard --resume', 'train --out_dir=nextlat --resume --dry_run',
                                 'sample standard ab --max_new_tokens=2', 'eval standard --val --val_tokens=40',
-                                'common.export standard --to_llama=new', 'analysis.tables standard nextlat --out=f']),
+                                'common.export standard --to_hf=new', 'analysis.tables standard nextlat --out=f']),
        file=where, place=where, value=json_texts.map(str.encode))
 def test_any_value_in_the_json_of_a_run_gives_a_result_or_a_clear_error(base, command, file, place, value):
     """In config.json, log.jsonl, eval.jsonl, state.json and the data's meta.json."""

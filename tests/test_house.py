@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT, run_subprocess
 
-SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb'}
+SCRIPTS = {'train', 'sample', 'eval', 'prepare_fineweb', 'lm_architectures'}
 BASE = {'common.files', 'common.settings'}
 ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may import anything
     'common.start': set(),
@@ -31,12 +31,17 @@ ALLOWED_IMPORTS = {  # {importer: imported}; analysis, bench and tests may impor
     'common.speculative': {'common.files', 'common.decoding'},
     'common.scoring': {'common.files', 'common.decoding', 'common.parallel'},
     'common.benchmarks': {'common.files'},
+    'common.interface': {'common.decoding', 'common.files', 'common.lm_eval_adapter', 'common.machine', 'common.models',
+                         'common.runs', 'common.scoring', 'common.settings', 'common.speculative', 'data'},
     'common.lm_eval_adapter': {'common.files', 'common.benchmarks', 'common.decoding', 'common.parallel',
                                'common.scoring', 'data'},
     'common.hf_model': {'models'},
     'common.hf_tokenizer': {'common.files', 'data'},
-    'common.export': {'common.files', 'common.models', 'common.runs', 'common.settings', 'common.checkpoint',
-                      'common.start', 'common.hf_model', 'common.hf_tokenizer', 'data', 'attn_kernels'},
+    'common.families': {'common.models', 'attn_kernels'},
+    'common.export': {'common.checkpoint', 'common.families', 'common.hf_model', 'common.hf_tokenizer', 'common.models',
+                      'common.runs', 'common.start', *BASE},
+    'common.import_hf': {'common.checkpoint', 'common.families', 'common.hf_tokenizer', 'common.models', 'common.runs',
+                         'common.start', 'data', *BASE},
     'scripts': {'scripts', 'data', 'common'},
     'models': {'attn_kernels', 'scans'},
     'scans': {'attn_kernels', 'scans'},

@@ -83,9 +83,10 @@ def test_seed_tests_need_several_seeds(tmp_path):
     assert float(tests[0]['p']) == figures.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
     assert float(tests[3]['p']) == figures.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
     # without sps and without one of the two equivalent methods
-    found = run('-m', 'analysis.seeds', *runs[:3], *runs[9:], f'--out={tmp_path}/one')
-    assert 'standard: 3.1133' in found.stdout
-    assert "no test of 'sps': labels with several seeds: standard" in found.stderr
+    one = ['-m', 'analysis.seeds', *runs[:3], *runs[9:], f'--out={tmp_path}/one']
+    found = run(*one)
+    assert 'standard: 3.1133' in found.stdout and found.stderr == ''  # not a word about models that are not there
+    assert "no test of 'sps': labels with several seeds: standard" in run(*one, '--better=sps').stderr
 
 
 # ---- tokens to match ----
@@ -118,6 +119,9 @@ def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
     half = length_run(tmp_path / 'half', 'standard', [1.0] * 10, 2000, seed=2)
     (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps, half)
     assert 'standard does not reach it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
+    # with own labels, and none of them `standard`, the first is the baseline
+    (first, _), _ = drawn(tmp_path, 'tokens_to_match', short, sps, long, '--labels=old,new')
+    assert (first['loss_of'], first['by'], first['tokens']) == ('new', 'old', '5200')
 
 
 def test_constant_runs_count_to_the_end_and_cosine_gives_a_clear_error(tmp_path):
@@ -179,7 +183,7 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert 'parameters are sps: expected standard and others' in found.stderr  # `lonely` is alone in its size
+    assert 'parameters are sps: expected a baseline and others' in found.stderr  # `lonely` is alone in its size
 
 
 # ---- tables ----

@@ -9,10 +9,10 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 
 from common import runs
 from common.files import UserError
+from common.interface import load_draft
 from data import Data, writing
 from data.tokenizers import copy_tokenizer, encode_robustly, load_tokenizer, tokenizer_digest, train_tokenizer
 from data.writing import document_ids, write_data
-from sample import load_draft
 
 TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40
 

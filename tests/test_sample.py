@@ -1,7 +1,6 @@
 """Generation: sampling distributions, ends of texts, prompts, and streamed output."""
 import contextlib
 import functools
-import io
 import os
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from test_speculative import PROMPTS, make
 
 import sample
-from common import machine
+from common import interface, machine
 from common.decoding import generate, token_probs
 from common.files import UserError
 from common.speculative import speculative_generate
@@ -102,6 +101,13 @@ def test_processes_share_the_cores_unless_threads_are_set(monkeypatch, threads, 
 
 # ---- prompts and texts ----
 
+def byte_run(block_size):
+    """Return a run without a model, for its prompts and texts."""
+    run = interface.Run.__new__(interface.Run)
+    run.tokenizer, run.record = load_tokenizer('byte'), {'settings': {'block_size': block_size}}
+    return run
+
+
 @pytest.mark.parametrize('prompt, options, want', [
     ('ab', {}, ([97, 98], 47)), ('a' * 48, {}, ([97] * 48, 1)), ('', {}, ([256], 48)),
     ('ab' * 20, dict(max_new_tokens=9), ([97, 98] * 20, 9)),
@@ -109,25 +115,24 @@ def test_processes_share_the_cores_unless_threads_are_set(monkeypatch, threads, 
     ('a', dict(max_new_tokens=49), 'exceeds the context of 48')])
 def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
     """The last new token is not read again. An empty prompt starts a document."""
-    record = {'settings': {'block_size': 48}, 'data': {'eos_id': 256}}
     with pytest.raises(UserError, match=want) if isinstance(want, str) else contextlib.nullcontext():
-        (ids,), n_new = sample.encode_prompts(sample.Settings(**options), load_tokenizer('byte'), record, [prompt])
-        assert (ids, n_new) == want
+        generation = interface.Generation(byte_run(48), [prompt], interface.Options(**options))
+        assert (*generation.prompts, generation.n_new) == want
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from('éENDx日')), st.sampled_from([None, 'END', 'é', 'NDE']))
 def test_text_is_streamed_up_to_the_stop_string(text, stop):
     """Never prints part of a stop string that spans tokens, or part of a character."""
-    output, ids, printed = sample.Output(load_tokenizer('byte'), 1, stop), [], io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        for byte in text.encode():
-            ids.append(byte)
-            if output.finished(0, ids):
-                break
-            assert text.startswith(printed.getvalue())
-        output.show(len(output.texts[0]), final=True)
-    assert printed.getvalue() == output.texts[0].decode() == (text.partition(stop)[0] if stop else text)
+    generation, ids, shown = interface.Generation(byte_run(9), [''], interface.Options(stop=stop)), [], ''
+    for byte in text.encode():
+        ids.append(byte)
+        if generation.finished(0, ids):
+            break
+        shown += generation.piece(generation.n_ready)
+        assert text.startswith(shown)
+    shown += generation.piece(len(generation.found[0]), final=True)
+    assert [shown] == generation.texts == [text.partition(stop)[0] if stop else text]
 
 
 # ---- the command line ----

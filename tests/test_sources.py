@@ -94,8 +94,18 @@ def test_folders_patterns_and_files_are_read_alike(files):
     assert left_out == 2  # records without a text
     with pytest.raises(UserError, match=r"field 'body'; fields: id, text, column_0, mixed"):
         read(folder, text_field='body')
-    with pytest.raises(UserError, match='only .txt files'):  # a folder of records and a text
-        data.open_data(str(folder))
+
+
+def test_training_reads_records_as_bytes(files, built):
+    """Of a file or a folder; records without text are left out."""
+    folder, kind = files
+    for path, n in ((folder, len(WITH_TEXT)), (folder / f'0.{kind}', len(texts(read(folder / f'0.{kind}'))))):
+        d = data.open_data(str(path))
+        assert sum(split['documents'] for split in d.splits.values()) == n and d.n_ids == 257
+    (folder / 'README.jsonl').write_text('{"body": "a"}\n')
+    with pytest.raises(UserError, match='--text_field of prepare_fineweb.py' if 'json' in kind else 'of one format'):
+        data.open_data(str(folder / 'README.jsonl' if 'json' in kind else folder))
+    (folder / 'README.jsonl').unlink()
 
 
 @pytest.mark.parametrize('indent', [None, 1, '\t'])

@@ -243,7 +243,8 @@ def test_two_processes_give_the_same_table_as_one(runs, tiny_data, tmp_path):
 def test_prompts_are_document_beginnings(runs, tiny_data):
     ids = open_data(str(tiny_data)).tokens('val', 0, 2000).tolist()
     starts = [0, *(i + 1 for i, token in enumerate(ids) if token == 256)]
-    prompts = read_prompts(read_run(runs / 'nextlat'), str(tiny_data), Settings(None, None, None, '1', 3, 9, 9))
+    s = Settings(draft_lens='1', n_prompts=3, prompt_tokens=9, new_tokens=9)
+    prompts = read_prompts(read_run(runs / 'nextlat'), str(tiny_data), s)
     assert prompts == [ids[i:i + 9] for i in starts if 256 not in ids[i:i + 9]][:3]
 
 
@@ -251,7 +252,7 @@ def test_the_summary_has_the_best_fixed_length_and_auto():
     row_of = lambda *values: dict(zip(('draft_len', 'speedup', 'accepted'), values))
     wiki = [row_of(1, 1.6, 0.9), row_of(2, 1.5, 1.2), row_of(3, 1.25, 1.4), row_of('auto', 1.75, 2.0)]
     tables = {('out/a', 'x/wiki'): wiki, ('out/a', 'y/wiki'): [row_of(1, 1.25, 1.0)]}
-    heads, _, row = markdown(tables).splitlines()
+    heads, _, row = markdown(tables, {'out/a': 'a'}).splitlines()
     assert heads.startswith('| run | x/wiki: speed-up | x/wiki: accepted | x/wiki: length | x/wiki: auto | y/wiki: ')
     assert row == '| a | 1.50 | 1.20 | 2 | 1.75 | 1.25 | 1.00 | 1 |  |'
 

@@ -285,7 +285,7 @@ def test_a_row_is_printed_with_its_targets(capsys):
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
     ('recall:distances=8-x', "distances is 'x' in data 'recall:distances=8-x': expected int"),
     ('recall:length=50', 'length is 50: 8 pairs with queries at distances (8, 16, 32, 64) do not fit'),
-    ('', 'data is empty: expected a .txt file'),
+    ('', 'data is empty: expected a .txt, .jsonl, .csv or .parquet file'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)')])
 def test_bad_options_give_a_clear_error(name, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):

@@ -425,7 +425,7 @@ def check_sizes(c, **least):
 
 def check_shape(c, **least):
     """Check Config c and its heads like `check_sizes`; fill in head_size and n_kv_head if None."""
-    check_sizes(c, n_head=1, head_size=2, n_kv_head=1, **least)
+    check_sizes(c, n_head=1, head_size=2, n_kv_head=1, rope_theta=1, **least)
     if c.head_size is None and c.n_embd % (2 * c.n_head):
         raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
     c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head

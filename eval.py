@@ -34,7 +34,7 @@ import torch
 from common.benchmarks import local_records
 from common.files import UserError, add_path_to_errors, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
-from common.models import add_file, edited_files
+from common.models import report_edits
 from common.parallel import rank
 from common.runs import load_run, run_data
 from common.scoring import Scorer
@@ -135,7 +135,7 @@ def validation(model, record: dict, s: Settings) -> dict[str, float]:
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     """Load a run. Returns its Scorer, tokenizer and config.json."""
     device = local_device(s.device)
-    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code)
+    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code, s.model)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
@@ -178,8 +178,8 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     of_steps = math.ceil(planned.get('max_tokens', 0) / (planned.get('batch_size', 1) * planned['block_size'])) or None
     return {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'step': record['step'],
             'of_steps': of_steps, 'dtype': str(next(model.parameters()).dtype)[6:],
-            'edited': edited_files(record['model'], folder), 'versions': versions, 'truncated': scorer.truncated,
-            'results': results}
+            'edited': report_edits(record, folder), 'versions': versions,
+            'truncated': scorer.truncated, 'results': results}
 
 
 def append_line(folder, line: dict) -> None:
@@ -215,7 +215,6 @@ def main(argv: list[str] | None = None) -> None:
         if not runs:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
-        add_file(s.model)
         init_distributed('gloo')
         columns = {}
         logging.getLogger('lm_eval').setLevel(logging.WARNING if s.verbose else logging.ERROR)

@@ -88,7 +88,7 @@ class Config:
     eos_id: int | None = None  # end-of-document id: attention and corrections do not cross it; None: one document
 
     def __post_init__(self):
-        check_shape(self, K=1, k_min=1, segment_len=1, window=0)
+        check_shape(self, K=1, k_min=1, segment_len=1, window=0, prefill_tol=0)
         self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
         is_plain = (self.n_kv_head, self.n_head * self.head_size) == (self.n_head, self.n_embd)
         if self.block == 'gpt' and (self.qkv_bias or self.qk_norm or not is_plain):

@@ -44,7 +44,7 @@ class Config:
     head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
-        check_shape(self, horizon=1)
+        check_shape(self, horizon=1, lambda_mtp=0)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
 
 

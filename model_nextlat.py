@@ -61,7 +61,7 @@ class Config:
     eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
 
     def __post_init__(self):
-        check_shape(self, horizon=1, n_dynamics=1)
+        check_shape(self, horizon=1, n_dynamics=1, lambda_h=0, lambda_kl=0)
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_dynamics = self.n_dynamics or 3 * self.n_embd
 

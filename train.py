@@ -241,7 +241,7 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
     """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
     torch.manual_seed(s.seed)
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
-        model = models.model_file(s.model).Model(config).to(machine.device)
+        model = models.model_file(s.model, run_settings.code_folder(s)).Model(config).to(machine.device)
         model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     run_settings.describe(s, model, data)
     if s.init_from:
@@ -278,7 +278,8 @@ class Records:
         if runs.extension_starts(s):
             from common.continuing import copy_log
             copy_log(s.extend, s.out_dir, step)
-        self.log = runs.open_log(s.out_dir, step)
+        edited = models.report_edits({'model': s.model, 'code': s.code}, s.out_dir) if s.resume else None
+        self.log = runs.open_log(s.out_dir, step, edited)
         if self.wandb:
             write_file(id_file, self.wandb.id.encode())
 
@@ -392,7 +393,8 @@ def finish(s, model, data, machine, seconds):
         runs.plot_loss(s.out_dir)
         if s.sample_tokens:
             print_sample(s, model, data, machine)
-    look = f'{command("sample.py", s.out_dir, "Return the")}    generates text'
+    outside = [f'--model={file}' for file in [models.ADDED.get(s.model)] if file]
+    look = f'{command("sample.py", s.out_dir, "Return the", *outside)}    generates text'
     if hasattr(data, 'score'):
         look = f'{command("-m", "analysis.scores", s.out_dir)}    plots its scores'
     print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'

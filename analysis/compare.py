@@ -28,8 +28,8 @@ from bench import markdown_table, one_line, where_and_when
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
-from common.models import count_parameters, model_file
-from common.run_settings import read_settings
+from common.models import count_parameters
+from common.run_settings import config_class, read_settings
 from common.runs import meta_run, read_log, read_run
 from common.settings import check_ranges, load_settings
 from common.validation import perplexity
@@ -53,7 +53,7 @@ class Settings:
     rates_only: bool = False  # only search the learning rates
 
     def __post_init__(self):
-        check_ranges(self, seeds=1, jobs=1, share=(1e-3, 1))
+        check_ranges(self, max_tokens=1, seeds=1, jobs=1, share=(1e-3, 1))
 
 
 def loss_of(folder: Path) -> float | None:
@@ -127,7 +127,7 @@ class Method:
 
 def make_method(args: list[str], runs: str, rate: float | None = None, share: float = SHARE) -> Method:
     """Return the Method of train.py arguments. rate: start of the search; None: as configured."""
-    settings, *_ = load_settings(TrainSettings, args, lambda model: model_file(model).Config)
+    settings, *_ = load_settings(TrainSettings, args, config_class)
     return Method(args, settings, rate or settings.learning_rate, runs, share)
 
 

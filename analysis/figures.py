@@ -61,13 +61,14 @@ def runs_to_read(usage: str, Settings: type, argv: list[str] | None) -> Iterator
         s, runs, _ = load_settings(Settings, argv)
         if not runs:
             raise UserError(f'which runs? python -m analysis.{usage}')
-        add_file(s.model)
+        if s.model:
+            add_file(s.model)
         yield s, runs
 
 
 def load_model_and_data(run: str, s) -> tuple:
     """Load a run on s.device: (model, config.json, data). s.data overrides the run's data."""
-    model, record = load_run(run, pick_device(s.device), code=s.code)
+    model, record = load_run(run, pick_device(s.device), code=s.code, model=s.model)
     return model, record, run_data(record, s.data, run)
 
 
@@ -199,7 +200,7 @@ def differences(runs: list[str], ignored: Set[str] = frozenset()) -> dict[str, d
         found[run] = {'model': model_name(record)}
         skipped = IGNORED | ignored
         with suppress(UserError):  # the model file may be gone
-            skipped |= may_change(record['model'])
+            skipped |= may_change(record)
         alike = [other for other in records.values() if model_name(other) == model_name(record)]
         for part, others in (('model_config', alike), ('settings', records.values())):
             found[run] |= {key: value for key, value in record[part].items() if key not in skipped - {'data'}

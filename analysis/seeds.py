@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from analysis import figures
 from common.files import UserError
+from common.settings import check_ranges
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Settings(figures.Settings):
     margin: float = 0.01  # nats per token within which they count as equal
 
     def __post_init__(self):
+        check_ranges(self, margin=0)
         if self.alike is not None and len(self.alike.split(';')) != 2:
             raise UserError(f"alike is {self.alike!r}: expected two labels separated by ;, such as 'delayed_state;sps'")
 

@@ -55,8 +55,8 @@ class Settings:
     decode_tokens: int = 64  # tokens decoded in each of six rounds
 
     def __post_init__(self):
-        check_ranges(self, n_layer=1, n_embd=1, head_size=1, block_size=1, batch_size=1, eval_tokens=1, seeds=1, jobs=1,
-                     decode_tokens=1)
+        check_ranges(self, budget=0, n_layer=1, n_embd=1, head_size=1, block_size=1, batch_size=1, eval_tokens=1,
+                     seeds=1, jobs=1, decode_tokens=1)
 
 
 @dataclass

@@ -22,9 +22,9 @@ MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
 
 # ---- settings ----
 
-def may_change(model_name: str) -> set[str]:
-    """Return the names of all settings that may change on --resume."""
-    return MAY_CHANGE | {*getattr(models.model_file(model_name).Config, 'may_change', ())}
+def may_change(record: dict) -> set[str]:
+    """Return the names of all settings of a run (config.json) that may change on --resume."""
+    return MAY_CHANGE | {*getattr(models.model_file(record['model'], record['code']).Config, 'may_change', ())}
 
 
 def add_model_option(argv: list[str]) -> list[str]:
@@ -32,7 +32,7 @@ def add_model_option(argv: list[str]) -> list[str]:
     options = {name: value for name, value in options_of(argv).items() if value not in ('None', 'False', 'false')}
     source = options.get('out_dir') if 'resume' in options else options.get('extend') or options.get('init_from')
     if source and source is not True and 'model' not in options and all(arg.startswith('-') for arg in argv):
-        return [*argv, f'--model={runs.read_run(source, options.get("code"))["model"]}']
+        return [*argv, f'--model={runs.read_run(source)["model"]}']
     return argv
 
 
@@ -41,7 +41,7 @@ def continued_settings(s, given: dict) -> tuple:
     folder = s.out_dir if s.resume else s.extend
     record = runs.read_run(folder, s.code)
     saved = make_settings(type(s), record['settings'], f'in {folder}/config.json')
-    free = may_change(record['model'])
+    free = may_change(record)
     if not s.resume:
         check_extension(s, saved, given)
         free |= {'extend', 'max_tokens'}
@@ -51,7 +51,7 @@ def continued_settings(s, given: dict) -> tuple:
     check_unchanged(folder, known, {name: value for name, value in given.items() if name not in free})
     own = {f.name for f in fields(s)}
     values = {name: given[name] for name in given if name in own}
-    return replace(saved, **values | {'out_dir': s.out_dir, 'model': record['model']}), record
+    return replace(saved, **values | {'out_dir': s.out_dir}), record
 
 
 def check_extension(s, saved, given: dict) -> None:
@@ -84,12 +84,13 @@ def inherit_model_settings(s, given: dict) -> tuple:
         raise UserError(f'--init_from and --out_dir are both {s.init_from}: set another --out_dir')
     source = runs.read_run(s.init_from, s.code)
     values = asdict(models.saved_config(source, s.init_from))
-    theirs, ours = (models.model_file(name).Config for name in (source['model'], s.model))
+    theirs = models.model_file(source['model'], source['code']).Config
+    ours = models.model_file(s.model).Config
     known = {f.name for f in fields(ours)}
     for name in getattr(theirs, 'defining', ()):
         if values[name] is not None and name not in known:
             raise UserError(f'{s.init_from} cannot be converted to this model: it has {name} = {values[name]}, but '
-                            f'model_{models.model_name(s.model)} has no {name}')
+                            f'model_{s.model} has no {name}')
     known -= {*getattr(theirs, 'own', ())} ^ {*getattr(ours, 'own', ())}  # these mean something else in one of them
     values = {name: value for name, value in values.items() if name in known}
     if 'documents' not in given and 'eos_id' in values:
@@ -104,7 +105,7 @@ def continued_config(s, given: dict, data, record: dict):
     if record['data']['sha256'] != data.sha256:
         raise UserError(f'{data.folder} is not the data that the run in {folder} was trained on (checksums '
                         'differ): restore that data, or start a new run with --init_from')
-    changed = {name: value for name, value in given.items() if name in may_change(record['model'])}
+    changed = {name: value for name, value in given.items() if name in may_change(record)}
     return models.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
 
 
@@ -151,7 +152,7 @@ def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -
     new = sorted(converted.keys() - tensors.keys())
     if not new:
         return
-    original, _ = runs.load_run(source, idx.device, code=s.code)
+    original, _ = runs.load_run(source, idx.device, code=None if s.resume else s.code)
     with torch.no_grad():
         want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
     model.train()

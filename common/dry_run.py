@@ -11,7 +11,7 @@ from common import models, runs
 from common.files import ROOT, command, first_line
 from common.machine import pick_dtype
 from common.memory import activation_bytes
-from common.run_settings import check_settings, describe, model_config
+from common.run_settings import check_settings, code_folder, describe, model_config
 from common.sharding import gathered_modules
 from data import has_data, open_data
 
@@ -25,7 +25,7 @@ def dry_run(s, given: dict, record, machine) -> None:
     config = model_config(s, given, data, record)
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
     check_settings(s, data, n_processes)
-    model = models.meta_model(s.model, config)
+    model = models.meta_model(s.model, config, code_folder(s))
     describe(s, model, data)
     print_memory(s, model, n_processes)
 

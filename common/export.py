@@ -111,8 +111,9 @@ def model_card(run: Path, record: dict, step: int, n_parameters: int, family: st
     """Return the README.md of an export: what the run was trained on and how to load it."""
     from huggingface_hub import ModelCard, ModelCardData
     settings, data, log = record['settings'], record['data'], runs.read_log(run)
-    about = inspect.getdoc(models.model_file(record['model'])) or ''  # its first paragraphs name the paper
-    facts = {'model': f'model_{models.model_name(record["model"])}.py',
+    module = models.model_file(record['model'], record['code'])
+    about = inspect.getdoc(module) or ''  # its first paragraphs name the paper
+    facts = {'model': f'model_{record["model"]}.py',
              'written as': FAMILIES.get(family, 'the model code'),
              'parameters': f'{n_parameters:,}', 'context, tokens': f'{settings["block_size"]:,}',
              'tokenizer': f'{Path(data["tokenizer"]).name}, {data["n_ids"]:,} ids',
@@ -145,12 +146,12 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
     save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
               {'format': 'pt'})
     wrapper = (ROOT / 'common/hf_model.py').read_text(encoding='utf-8')
-    wrapper = wrapper.replace('from model_standard import', f'from .model_{models.model_name(record["model"])} import')
+    wrapper = wrapper.replace('from model_standard import', f'from .model_{record["model"]} import')
     write_file(folder / 'hf_model.py', wrapper.encode())
-    for path, code in models.code_of(record['model']).items():
+    for name, (_, code) in models.code_of(record['model'], record['code']).items():
         code = re.sub('^( +)from scans import .*$', r'\1raise ModuleNotFoundError  # scans/ is not exported', code,
                       flags=re.MULTILINE)  # it reads weights itself and would not see adapters
-        write_file(folder / models.copy_name(path), code.encode())
+        write_file(folder / name, code.encode())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -160,7 +161,8 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError('expected one run and --to_hf. Usage: python -m common.export RUN --to_hf=FOLDER')
         from transformers.utils import logging
         logging.disable_progress_bar()
-        models.add_file(s.model)
+        if s.model:
+            models.add_file(s.model)
         export_run(positional[0], s.to_hf, s.exact, s.code)
 
 

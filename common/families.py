@@ -79,9 +79,9 @@ def family_of(record: dict, c) -> tuple[str | None, str]:
 
     Mistral without a window is a Llama.
     """
-    module = models.model_file(record['model'])
+    module = models.model_file(record['model'], record['code'])
     if not hasattr(module, 'Block') or digest(module.Block, module.Model) != STANDARD_CODE:
-        return None, f'the code of model_{models.model_name(record["model"])}.py is not that of a Llama'
+        return None, f'the code of model_{record["model"]}.py is not that of a Llama'
     if c.qkv_bias and c.qk_norm:
         return None, 'no family has both qkv_bias and qk_norm'
     family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'

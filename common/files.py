@@ -80,7 +80,7 @@ def first_line(error: Exception) -> str:
 @functools.cache
 def warn_once(line: str) -> None:
     """Print a line to stderr, only on rank 0 and only the first time."""
-    if os.environ.get('RANK', '0') == '0':  # set by torchrun
+    if 'TORCHELASTIC_RUN_ID' not in os.environ or os.environ['RANK'] == '0':  # set by torchrun
         print(printable(line), file=sys.stderr, flush=True)
 
 

@@ -12,7 +12,6 @@ import torch
 from common import decoding
 from common.files import UserError
 from common.machine import Device, DType, decoding_dtype, pick_device
-from common.models import add_file
 from common.runs import load_run, read_log, same_vocabulary
 from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
@@ -43,16 +42,15 @@ def load(folder, device: Device = 'auto', dtype: DType = 'auto', code: str | Non
     model's code as stored in the run. model: path of the model's file, if it is not in this
     repository. UserError if the folder is not a run or has no undamaged checkpoint.
     """
-    add_file(model)
-    return Run(folder, pick_device(device), decoding_dtype(dtype, pick_device(device)), code)
+    return Run(folder, pick_device(device), decoding_dtype(dtype, pick_device(device)), code, model)
 
 
 class Run:
     """A trained run: `model` in eval mode, `config`, `tokenizer`, `record` (config.json), `log`."""
 
-    def __init__(self, folder, device, dtype: torch.dtype, code: str | None = None):
+    def __init__(self, folder, device, dtype: torch.dtype, code: str | None, model: str | None):
         self.folder, self.device, self.dtype, self.code = folder, device, dtype, code
-        self.model, self.record = load_run(folder, device, dtype, code)
+        self.model, self.record = load_run(folder, device, dtype, code, model)
         self.config, data = self.model.config, self.record['data']
         self.tokenizer = load_tokenizer(data['tokenizer'], data['bos'])
 

@@ -1,18 +1,15 @@
 """Models by name: files of this repository, files that the user names, and code stored in runs.
 
 A name such as 'sps' stands for model_sps.py or edits/sps.py, or for a file given to `add_file`.
-The path of a copy in a run's folder code/ can take the place of a name. Nothing else is imported.
+Where `code` is a run folder, it stands for the copy in that folder. Nothing else is imported.
 """
 import dataclasses
 import difflib
-import functools
-import hashlib
 import importlib
 import importlib.util
 import json
 import re
 import sys
-import tokenize
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +18,12 @@ from types import ModuleType
 
 import torch
 
-from attn_kernels import digest
-from common.files import ROOT, UserError, first_line, warn_once, write_file
+from common.files import ROOT, UserError, first_line
 from common.settings import make_settings
 
-IMPORTS = re.compile(r'^from \.?(attn_kernels|model_\w+) import', re.MULTILINE)
-STORED = 'code'  # folder of a run with its model file and what that imports of this repository
+STORED = 'code'  # folder of a run with its model's file and what that imports of this repository
+IMPORTS = re.compile(r'^( *)(?:from \.?(attn_kernels|model_\w+) import|'
+                     r'(?:from \. )?import (attn_kernels|model_\w+)(?= as |$))', re.MULTILINE)
 ADDED = {}  # {name: path} of the model files that `add_file` made known
 
 
@@ -34,65 +31,64 @@ ADDED = {}  # {name: path} of the model files that `add_file` made known
 
 def known_models() -> dict[str, Path]:
     """Return {name: file} of the models of the repository, and those given to `add_file`."""
-    files = (*ROOT.glob('edits/[a-z]*.py'), *ROOT.glob('model_*.py'))
-    return {model_name(path): path for path in sorted(files)} | ADDED
+    files = {model_name(path): path for path in (*ROOT.glob('edits/[a-z]*.py'), *ROOT.glob('model_*.py'))}
+    return {name: path for name, path in files.items() if name.isidentifier()} | ADDED
 
 
-def model_name(model) -> str:
-    """Return the name of a model: 'sps' for 'sps', 'model_sps.py' and 'folder/model_sps.py'."""
-    return Path(model).name.removesuffix('.py').removeprefix('model_')
+def model_name(path) -> str:
+    """Return the name of a model's file: 'sps' for 'folder/model_sps.py'."""
+    return Path(path).stem.removeprefix('model_')
 
 
-def add_file(path: str | None) -> str | None:
-    """Make a model file known by its name, which is returned. None: do nothing.
+def add_file(path: str) -> str:
+    """Make a model file known by its name, which is returned.
 
     Call it with what stands on the command line or in a config file, never with data of a run.
     """
-    if path is None:
-        return None
-    file, name = Path(path).resolve(), model_name(path)
-    if file.suffix != '.py' or not file.is_file():
-        raise UserError(f'model is {path!r}: expected the path of a model file, such as folder/model_mine.py')
-    if is_copy(file):
-        return str(file)
+    file, name = Path(path).expanduser().absolute(), model_name(path)
+    if not file.is_file():
+        raise UserError(f'model is {path!r}: there is no such file')
+    if file.parent.name == STORED and (file.parent.parent / 'config.json').exists():
+        raise UserError(f'model is {path!r}, the copy in a run: use --code=run with that run')
     other = known_models().get(name)
-    if other and other.resolve() != file or not name.isidentifier():
+    if other and not other.samefile(file) or not name.isidentifier():
         raise UserError(f'model is {path!r}, whose name {name!r} is '
                         + (f'that of {other}' if other else 'not a Python name') + ': rename the file')
     ADDED[name] = file
     return name
 
 
-def is_copy(path: Path) -> bool:
-    """Return True for the path of a model's copy in a run folder."""
-    return path.parent.name == STORED and path.name == f'model_{model_name(path)}.py'
+def given_model(model: str) -> str:
+    """Return the name of a model that the user gave by name or by path."""
+    if not isinstance(model, str):
+        raise UserError(f'model is {model!r}: expected the name of a model or the path of its file')
+    return add_file(model) if model.endswith('.py') else model
 
 
-def find_file(model: str) -> Path:
-    """Return the file of a model, by name or as the path of a run's copy. UserError if unknown."""
-    known = known_models()
-    if model in known or is_copy(Path(model)):
-        return known.get(model, Path(model))
-    near = difflib.get_close_matches(str(model), known, 1, 0.4)
-    hint = f'did you mean {near[0]!r}?' if near else f'expected one of {", ".join(sorted(known))}'
-    raise UserError(f'unknown model {model!r}: {hint} (files model_NAME.py). Name another file with --model=PATH; '
-                    'for a run that you trust, --code=run uses the copy in its folder')
+def find_file(name: str, code: str | None = None) -> Path:
+    """Return the file of a model. code: a run folder whose copy is meant. UserError if unknown."""
+    known, stored = known_models(), Path(code or '') / STORED / f'model_{name}.py'
+    if code and not stored.is_file():
+        raise UserError(f'{code} has no copy of the code of its model, {stored}: leave out --code=run')
+    if code or name in known:
+        return stored if code else known[name]
+    near = difflib.get_close_matches(name, known, 1, 0.4)
+    nearest = f'did you mean {near[0]!r}? Otherwise ' if near else ''
+    raise UserError(f'unknown model {name!r}: {nearest}give the path of its file with --model=PATH or, for a run that '
+                    'you trust, use the copy in it with --code=run (train.py, sample.py, eval.py, common.export). '
+                    f'Models here: {", ".join(sorted(known))}')
 
 
-def model_file(model: str) -> ModuleType:
+def model_file(name: str, code: str | None = None) -> ModuleType:
     """Return the module of a model: see `find_file`."""
-    path, name = find_file(model), f'model_{model_name(model)}'
-    if not is_copy(path):
-        return sys.modules.get(name) or import_file(name, path)
-    package = f'code_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}'
-    if package not in sys.modules:
-        module = sys.modules[package] = ModuleType(package)
-        module.__path__ = [str(path.parent)]
-    try:
-        return importlib.import_module(f'{package}.{name}')
-    except Exception as error:
-        raise UserError(f'{path} cannot be imported ({type(error).__name__}: {first_line(error)}): without --code=run, '
-                        f'the model file of the repository is used')
+    path = find_file(name, code)
+    if code:
+        from common.stored_code import import_copy
+        return import_copy(path)
+    module = sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
+    if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
+        raise UserError(f'{path} is not a model file: it has no {missing[0]}')
+    return module
 
 
 def import_file(name: str, path: Path) -> ModuleType:
@@ -109,68 +105,58 @@ def import_file(name: str, path: Path) -> ModuleType:
 
 # ---- code stored in runs ----
 
-def code_of(model: str) -> dict[Path, str]:
-    """Return {file: text} of a model's file and the files of its folder or ROOT that it imports.
+def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
+    """Return {name of a copy: (file, text)} of a model's file and the files that it imports.
 
-    In the texts, they import each other by relative imports, so that copies work as a package.
+    Those are in ROOT or beside it. In the texts, they import each other by relative imports, so
+    that copies work as a package. code: see `find_file`.
     """
-    files, found = [find_file(model)], {}
+    files, found = [find_file(name, code)], {}
     for path in files:
-        code = path.read_text(encoding='utf-8')
-        root = path.parent if path.parent.name == STORED else ROOT
-        files += {root / f'{name}.py' for name in IMPORTS.findall(code)} - {*files}
-        found[path] = IMPORTS.sub(r'from .\1 import', code)
+        def relative(match):
+            indent, of, whole = match.groups()
+            places = [folder / f'{of or whole}.py' for folder in (path.parent, ROOT)]
+            file = next(filter(Path.is_file, places[:1] if code else places), None)
+            if file is None:
+                return match[0]
+            files.extend({file} - {*files})
+            return f'{indent}from .{of} import' if of else f'{indent}from . import {whole}'
+        text = IMPORTS.sub(relative, path.read_text(encoding='utf-8'))
+        found[path.name if path.name == 'attn_kernels.py' else f'model_{model_name(path)}.py'] = path, text
     return found
 
 
-def copy_code(model: str, folder: Path) -> None:
-    """Write `code_of` to a folder, the model's file as model_NAME.py."""
-    for path, code in code_of(model).items():
-        write_file(folder / copy_name(path), code.encode())
+def report_edits(record: dict, folder) -> list[str] | None:
+    """Return the files of a run's model that differ from the run's copies; None without copies.
 
-
-def copy_name(path: Path) -> str:
-    return path.name if path.name == 'attn_kernels.py' else f'model_{model_name(path)}.py'
-
-
-@functools.cache
-def edited_files(model: str, folder: str) -> list[str]:
-    """Return the files of `code_of` that differ from the run's copies. Comments do not count.
-
-    Prints a line with the paths of both.
+    Prints a line for each, with both paths.
     """
-    edited, stored = [], Path(folder) / STORED
-    for path, code in code_of(model).items() if stored.is_dir() else ():
-        copy = stored / copy_name(path)
-        old = copy.read_text(encoding='utf-8', errors='replace') if copy.is_file() else ''
-        if old != code and code_digest(old) != code_digest(code):
-            edited.append(str(path))
-            warn_once(f'{path} has changed since this run was trained with {copy}: --code=run uses that copy')
-    return edited
-
-
-def code_digest(text: str) -> str:
-    """Return the `digest` of a text, or the text if it is not Python."""
-    try:
-        return digest(text)
-    except (SyntaxError, tokenize.TokenError):
-        return text
+    if record['code'] or not (Path(folder) / STORED).is_dir():
+        return [] if record['code'] else None
+    from common.stored_code import edited_files
+    return edited_files(code_of(record['model']), Path(folder) / STORED)
 
 
 # ---- configs and models ----
 
-def make_config(model: str, values: dict):
+def make_config(name: str, values: dict, code: str | None = None):
     """Return a model file's Config with these values. UserError for invalid values or defaults."""
-    Config, where = model_file(model).Config, f'for model {model_name(model)!r}'
+    Config, where = model_file(name, code).Config, f'for model {name!r}'
     config = make_settings(Config, values, where)
     make_settings(Config, json.loads(json.dumps(dataclasses.asdict(config))), where)  # as config.json will be read
+    known = {f.name for f in dataclasses.fields(Config)}
+    for attribute in ('may_change', 'defining', 'own', 'shared'):
+        names = getattr(Config, attribute, ())
+        if not isinstance(names, tuple) or not known.issuperset(names):
+            raise UserError(f'Config.{attribute} of model {name!r} is {names!r}: expected a tuple of names of settings')
     return config
 
 
 def saved_config(record: dict, folder):
     """Return the model Config in a run's config.json (`record`). Reports code that was edited."""
-    edited_files(record['model'], str(folder))
-    return make_settings(model_file(record['model']).Config, record['model_config'], f'in {folder}/config.json')
+    report_edits(record, folder)
+    Config = model_file(record['model'], record['code']).Config
+    return make_settings(Config, record['model_config'], f'in {folder}/config.json')
 
 
 def portable_config(record: dict, folder):
@@ -183,7 +169,7 @@ def portable_config(record: dict, folder):
 
 
 @contextmanager
-def model_errors(model: str) -> Iterator[None]:
+def model_errors(name: str) -> Iterator[None]:
     """Turn a ValueError that a model raises on purpose into a UserError. Others are bugs."""
     try:
         yield
@@ -191,19 +177,19 @@ def model_errors(model: str) -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if not last.line.startswith('raise ') or 'site-packages' in last.filename:
             raise
-        raise UserError(f'model {model_name(model)!r} cannot run here: {error}')
+        raise UserError(f'model {name!r} cannot run here: {error}')
 
 
-def meta_model(model: str, config) -> torch.nn.Module:
+def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
     """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
     try:
-        with torch.device('meta'), model_errors(model):
-            return model_file(model).Model(config)
+        with torch.device('meta'), model_errors(name):
+            return model_file(name, code).Model(config)
     except (RuntimeError, TypeError) as error:
         if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
             raise
-        raise UserError(f'model {model_name(model)!r} is too large, or its __init__ reads a value from a tensor, which '
-                        f'fails on the meta device: {first_line(error)}')
+        raise UserError(f'model {name!r} is too large, or its __init__ reads a value from a tensor, which fails on the '
+                        f'meta device: {first_line(error)}')
 
 
 def count_parameters(model: torch.nn.Module) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from common import models, runs
 from common.files import UserError, command
 from common.machine import ranks
-from common.settings import load_settings
+from common.settings import load_settings, options_of
 from data.tokenizers import load_tokenizer, padded_vocab
 
 
@@ -17,12 +17,13 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
         from common.continuing import add_model_option
         argv = add_model_option(argv)
-    s, positional, given = load_settings(Settings, argv, config_class)
-    s.model = given_model(s.model)
-    if 'model' in given:
-        given['model'] = models.model_name(s.model)
+    options = options_of(argv)
+    code = options.get('out_dir' if 'resume' in options else 'extend') if options.get('code') == 'run' else None
+    s, positional, given = load_settings(Settings, argv, lambda model: config_class(model, code))
+    s.model = models.given_model(s.model)
+    given |= {'model': s.model} if 'model' in given else {}
     if s.out_dir is None:
-        s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{models.model_name(s.model)}'
+        s.out_dir = f'out/{Path(positional[0]).stem}' if positional else f'out/{s.model}'
     record = None
     if s.extend or s.resume:
         from common.continuing import continued_settings
@@ -34,14 +35,14 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     return s, {name: value for name, value in given.items() if name not in own}, record
 
 
-def config_class(model: str) -> type:
-    """Return the Config of a model that the user gave, by name or path."""
-    return models.model_file(given_model(model)).Config
+def config_class(model: str, code: str | None = None) -> type:
+    """Return the Config of a model that the user gave by name or path. code: see `model_file`."""
+    return models.model_file(models.given_model(model), code).Config
 
 
-def given_model(model: str) -> str:
-    """Return the name of a model given by name or path (of a copy in a run: its path)."""
-    return models.add_file(model) if model.endswith('.py') else model
+def code_folder(s) -> str | None:
+    """Return the run whose copy of the code is trained, or None. Not s.init_from, the source."""
+    return (s.out_dir if s.resume else s.extend) if s.code else None
 
 
 def model_config(s, given, data, record):
@@ -56,12 +57,12 @@ def model_config(s, given, data, record):
                         'out n_ids')
     eos_id = data.eos_id if s.documents else None
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
-    Config = models.model_file(s.model).Config
-    shared = {name: getattr(s, name) for name in getattr(Config, 'shared', ())}
+    Config = models.model_file(s.model, code_folder(s)).Config
+    shared = {name: getattr(s, name) for name in getattr(Config, 'shared', ()) if hasattr(s, name)}
     if clash := {f.name for f in fields(Config)} & {f.name for f in fields(s)} - shared.keys():
         raise UserError(f'the Config of model {s.model!r} has {min(clash)}, which is a setting of train.py: rename it, '
                         'or list it in Config.shared to get the value of that setting')
-    return models.make_config(s.model, vocabulary | shared | given)
+    return models.make_config(s.model, vocabulary | shared | given, code_folder(s))
 
 
 def describe(s, model, data) -> None:
@@ -72,8 +73,8 @@ def describe(s, model, data) -> None:
     flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
-    name, n_parameters = models.model_name(s.model), models.count_parameters(model)
-    print(f'model {name}: {n_parameters:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
+    n_parameters = models.count_parameters(model)
+    print(f'model {s.model}: {n_parameters:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
           f'{runs.n_steps(s):,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))

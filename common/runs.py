@@ -16,7 +16,7 @@ import torch
 from common.checkpoint import checkpoints, load_checkpoint, load_weights
 from common.files import (ROOT, UserError, command, is_number, locked, open_lines, read_json, read_lines,
                           remove, warn_once, write_file, write_json)
-from common.models import STORED, copy_code, meta_model, model_file, model_name, portable_config
+from common.models import STORED, code_of, given_model, meta_model, model_file, portable_config
 from common.settings import typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -36,15 +36,18 @@ RUN_FILES = ('config.json', 'log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, 
 
 # ---- a trained run ----
 
-def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str | None = None) -> tuple:
+def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str | None = None,
+             model: str | None = None) -> tuple:
     """Load a trained run from its newest undamaged checkpoint.
 
     Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32. code:
-    see `read_run`.
+    see `read_run`. model: the path of the model's file that the user gave; UserError if another's.
     """
-    record = read_run(folder, code)
+    given, record = given_model(model or ''), read_run(folder, code)
+    if model and given != record['model']:
+        raise UserError(f'{folder} is a run of the model {record["model"]!r}: {model} is not its file')
     state, tensors = load_checkpoint(folder)
-    model = model_file(record['model']).Model(portable_config(record, folder))
+    model = model_file(record['model'], record['code']).Model(portable_config(record, folder))
     load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
@@ -58,8 +61,7 @@ def meta_run(folder) -> torch.nn.Module:
 def read_run(folder, code: str | None = None) -> dict:
     """Return config.json of a run folder. UserError if it is missing or damaged.
 
-    With code = 'run', its 'model' is the path of the copy of the model's file in the run folder,
-    which is imported where the model is used. None: the model's name.
+    'code' is the folder if code = 'run': its copy of the model's code will be imported. Else None.
     """
     path = Path(folder) / 'config.json'
     if not path.is_file():
@@ -73,15 +75,11 @@ def read_run(folder, code: str | None = None) -> dict:
         raise UserError(f'{folder} is a Hugging Face folder: convert it to a run with '
                         f'{command("-m", "common.import_hf", folder, f"--out_dir={name}")}, then use {name}')
     record = read_json(path, remedy, check_record)
-    if code == 'run':
-        stored = Path(folder) / STORED / f'model_{record["model"]}.py'
-        if not stored.is_file():
-            raise UserError(f'{folder} has no copy of the code of its model, {stored}: leave out --code=run')
-        record['model'] = str(stored)
     data = record['data']
     if data['tokenizer'] in TOKENIZER_FILES:
         data['tokenizer'] = str((Path(folder) / data['tokenizer']).resolve())
-    return {name: record[name] for name in REQUIRED_KEYS if '.' not in name}
+    return {**{name: record[name] for name in REQUIRED_KEYS if '.' not in name},
+            'code': str(folder) if code == 'run' else None}
 
 
 def check_record(record: dict) -> None:
@@ -191,7 +189,7 @@ def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
 
 def remove_run(folder: Path) -> None:
     """Delete the files of a run, config.json first: what a kill leaves is not a run to resume."""
-    code = (*folder.glob(f'{STORED}/*.py'), folder / STORED / '__pycache__')
+    code = (*folder.glob(f'{STORED}/model_*.py'), folder / STORED / 'attn_kernels.py')
     for path in (*(folder / name for name in RUN_FILES), *code, *checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         remove(path)
     for name in (STORED, 'ckpt'):
@@ -202,22 +200,24 @@ def remove_run(folder: Path) -> None:
 def save_run(folder, record: dict) -> None:
     """Write a new run folder: copies of its model's code and its tokenizer, and config.json."""
     (Path(folder) / STORED).mkdir(parents=True, exist_ok=True)
-    copy_code(record['model'], Path(folder) / STORED)
+    for name, (_, text) in code_of(record['model'], record.pop('code', None)).items():
+        write_file(Path(folder) / STORED / name, text.encode())
     data = {**record['data'], 'tokenizer': copy_tokenizer(folder, record['data']['tokenizer'])}
-    write_json(Path(folder) / 'config.json', {**record, 'model': model_name(record['model']), 'data': data})
+    write_json(Path(folder) / 'config.json', {**record, 'data': data})
 
 
 def start_run(s, config, data, machine) -> None:
     """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
     folder = Path(s.out_dir)
     remove_run(folder)  # there is one only with --overwrite: see `check_out_dir`
-    this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None, code=None, model=model_name(s.model))
+    this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None, code=None)
     source = s.init_from or s.extend
     parent = read_run(source)['data'] if source else {}
     if source and (Path(source) / CHAT_TEMPLATE).is_file():
         write_file(folder / CHAT_TEMPLATE, (Path(source) / CHAT_TEMPLATE).read_bytes())
     save_run(folder, {
         'model': s.model,
+        'code': s.extend if s.code else None,
         'settings': {**dataclasses.asdict(s), **this_start, 'dtype': str(machine.dtype)[6:]},
         'model_config': dataclasses.asdict(config),
         'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id,
@@ -227,12 +227,15 @@ def start_run(s, config, data, machine) -> None:
                      'processes': machine.world}})
 
 
-def open_log(folder, step: int) -> IO:
-    """Open log.jsonl for appending. If it has lines, add one with the step the run resumes from."""
+def open_log(folder, step: int, edited: list[str] | None = None) -> IO:
+    """Open log.jsonl for appending. If it has lines, add one with the step the run resumes from.
+
+    edited: files of the model's code that have changed, whose number is added.
+    """
     path = Path(folder) / 'log.jsonl'
     log = open_lines(path)
     if path.stat().st_size:
-        log.write(json.dumps({'resumed_from': step}) + '\n')
+        log.write(json.dumps({'resumed_from': step, **({'edited_files': len(edited)} if edited else {})}) + '\n')
     return log
 
 

@@ -103,7 +103,9 @@ def kinds(annotation) -> tuple[list[type], list, object]:
         if typing.get_origin(part) is typing.Literal:
             choices += typing.get_args(part)
         elif typing.get_origin(part) is tuple:
-            element = typing.get_args(part)[0]
+            element, *rest = typing.get_args(part)
+            if rest != [...]:
+                raise UserError(f'a setting has the type {annotation}: expected tuple[X, ...]')
         else:
             allowed.append(part)
     return allowed, choices, element
@@ -151,7 +153,7 @@ def parsed(text: str, allowed: list, choices: list, element):
     if text in choices or str in allowed and text not in ('None', "''", '""'):
         return text
     if element is not None and text.lower() != 'none':
-        return tuple(Text(part.strip()) for part in text.strip('()[]').split(',') if part.strip())
+        return tuple(Text(part.strip()) for part in text.strip('()[]').removesuffix(',').split(',') if text)
     try:
         return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # last two: nested too deeply

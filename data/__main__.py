@@ -12,8 +12,8 @@ COLUMNS = 100
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
     with friendly_errors(argv):
+        argv = sys.argv[1:] if argv is None else argv
         if len(argv) != 1 or not task_class(argv[0]):
             tasks = ', '.join(name for name in builtin_data() if task_class(name))
             raise UserError(f'expected one task. Usage: python -m data TASK:option=value,... TASK is one of {tasks}')

@@ -2,6 +2,7 @@
 import functools
 import os
 import sys
+from pathlib import Path
 
 from attn_kernels import digest
 
@@ -36,7 +37,9 @@ def pinned(model, fast):
             return fast
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
-    name, model_name = fast.__name__.removeprefix('scans.'), file.__name__.rpartition('model_')[2]
+    name, path = fast.__name__.removeprefix('scans.'), Path(getattr(file, '__file__', ''))
+    is_here = path.parent == Path(__file__).parent.parent
+    model_name = file.__name__.removeprefix('model_') if is_here else path
     _warn_once(f'{file.__name__} was edited, so its equations run step by step, without {fast.__name__} ({why}). If '
                f'both still compute the same: python -m scans {name} --model={model_name}')
     return None

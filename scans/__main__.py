@@ -1,7 +1,7 @@
 """Compare a fast form with the equations of a model file and, if they agree, print its pin.
 
     python -m scans gpn                after an edit of model_gpn.py that should not change results
-    python -m scans gpn --model=mine   for a copy of it, model_mine.py
+    python -m scans gpn --model=mine   for a copy of it, model_mine.py, or the path of one
 
 Compares the loss, all gradients and the logits of cached decoding of a small model, in float64.
 """
@@ -37,9 +37,13 @@ def compare(file, fast) -> float:
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('name', choices=NAMES, help='the fast form, a file of this folder')
-    parser.add_argument('--model', help='model_MODEL.py with the equations; default: the same name')
+    parser.add_argument('--model', help='name or path of the file with the equations; default: the same name')
     s = parser.parse_args(argv)
-    fast, file = importlib.import_module(f'scans.{s.name}'), importlib.import_module(f'model_{s.model or s.name}')
+    path = Path(s.model or s.name)
+    if path.suffix == '.py':
+        sys.path.insert(0, str(path.parent))
+    fast, file = importlib.import_module(f'scans.{s.name}'), importlib.import_module(
+        path.stem if path.suffix == '.py' else f'model_{path.name}')
     if not getattr(fast, 'runs_on', lambda device: True)(torch.device('cpu')):
         sys.exit(f'scans: {s.name} cannot run here, so there is nothing to compare')
     difference = compare(file, fast)

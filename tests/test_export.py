@@ -248,7 +248,7 @@ def test_a_model_file_that_imports_another_is_exported(tmp_path, monkeypatch):
     (root / 'model_mine.py').write_text('from model_standard import Config, Model')
     monkeypatch.setattr(export, 'ROOT', root)
     monkeypatch.setattr(models, 'ROOT', root)
-    record, idx = {'model': 'mine', 'settings': {'block_size': 64}}, torch.arange(20)[None]
+    record, idx = {'model': 'mine', 'code': None, 'settings': {'block_size': 64}}, torch.arange(20)[None]
     export.save_with_code(record, model.config, dict(model.named_parameters()), 257, 256, tmp_path / 'mine')
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'mine', trust_remote_code=True)
     assert theirs(idx).logits.equal(model.logits(idx)[..., :257])
@@ -263,7 +263,7 @@ def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypat
 
     class Block(model_standard.Block):
         pass
-    assert families.family_of({'model': 'standard'}, model_standard.Config())[0] == 'llama'
+    assert families.family_of({'model': 'standard', 'code': None}, model_standard.Config())[0] == 'llama'
     monkeypatch.setattr(model_standard, 'Block', Block)
-    family, reason = families.family_of({'model': 'standard'}, model_standard.Config())
+    family, reason = families.family_of({'model': 'standard', 'code': None}, model_standard.Config())
     assert family is None and 'is not that of a Llama' in reason

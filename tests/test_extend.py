@@ -86,9 +86,9 @@ def test_runs_that_cannot_be_extended_give_a_clear_error(short, tmp_path):
 def test_init_from_takes_over_what_both_models_mean_alike(source, target, taken, tmp_path, monkeypatch):
     """A copy of model_sps.py behaves like the original."""
     model_file = models.model_file
-    monkeypatch.setattr(models, 'model_file', lambda name: model_file('sps' if name == 'fork' else name))
+    monkeypatch.setattr(models, 'model_file', lambda name, code=None: model_file('sps' if name == 'fork' else name))
     config = models.make_config(source, {'n_head': 2, 'n_embd': 16, 'window': 7, 'norm_eps': 1e-3})
-    record = {'model': source, 'model_config': dataclasses.asdict(config)}
+    record = {'model': source, 'code': None, 'model_config': dataclasses.asdict(config)}
     monkeypatch.setattr(runs, 'read_run', lambda folder, code: record)
     s = train.Settings(model=target, init_from='out/a', out_dir='out/b')
     values = continuing.inherit_model_settings(s, {})[1]
@@ -103,7 +103,7 @@ def test_settings_that_only_affect_speed_are_reset_when_a_run_is_loaded(monkeypa
     Config = dataclasses.make_dataclass('Config', [('attention', Literal['softmax', 'linear'], 'softmax')])
     for listed, loaded in ((('attention',), 'softmax'), ((), 'linear')):
         Config.may_change = listed
-        monkeypatch.setattr(models, 'model_file', lambda name: SimpleNamespace(Config=Config))
-        record = {'model': 'x', 'model_config': {'attention': 'linear'}}
+        monkeypatch.setattr(models, 'model_file', lambda name, code=None: SimpleNamespace(Config=Config))
+        record = {'model': 'x', 'code': None, 'model_config': {'attention': 'linear'}}
         assert models.portable_config(record, 'out/a').attention == loaded
-        assert ('attention' in continuing.may_change('x')) == bool(listed)
+        assert ('attention' in continuing.may_change(record)) == bool(listed)

@@ -1,9 +1,10 @@
 """A copy of a model file behaves like the original, and a run keeps the code of its model."""
+import importlib.util
 import json
+import py_compile
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +44,6 @@ def repository(tmp_path, monkeypatch):
     for path in (ROOT / 'attn_kernels.py', *ROOT.glob('model_*.py')):
         shutil.copy(path, folder)
     monkeypatch.setattr(models, 'ROOT', folder)
-    models.edited_files.cache_clear()
     warn_once.cache_clear()
     loaded = set(sys.modules)
     yield folder
@@ -131,7 +131,7 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
     train(out, config, f'--data={tiny_data}', *TINY, *OTHERS, '--rates=-1,2.5', '--kind=b')
     record = json.loads((out / 'config.json').read_text())
     assert record['model'] == record['settings']['model'] == 'mine'
-    values = models.saved_config(record, out)
+    values = models.saved_config(runs.read_run(out), out)
     assert (values.gate_bias, values.widths, values.rates, values.kind) == (-2.0, (3, 4), (-1.0, 2.5), 'b')
     shutil.rmtree(checkpoints(out)[0])
     train(out, '--resume', f'--model={mine}', '--widths=3,4', '--gate_bias=-2')
@@ -149,7 +149,7 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
     taken = mine.with_name('model_sps.py')
     taken.write_text(MINE)
     assert_sentence(run('train.py', f'--model={taken}', f'--out_dir={tmp_path}/x'), "whose name 'sps' is that of")
-    assert_sentence(run('train.py', '--model=a/x.py', f'--out_dir={tmp_path}/x'), 'expected the path of a model file')
+    assert_sentence(run('train.py', '--model=a/x.py', f'--out_dir={tmp_path}/x'), 'there is no such file')
 
 
 def test_a_config_field_named_like_a_setting_of_train_is_refused_unless_it_is_shared(mine, tiny_data, tmp_path):
@@ -178,21 +178,21 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
                         ('eval.py', out, '--val', '--val_tokens=64'),
                         ('-m', 'common.export', out, f'--to_hf={tmp_path}/hf'),
                         ('train.py', f'--out_dir={resumed}', '--resume')):
-            models.edited_files.cache_clear()  # as in a new process
-            warn_once.cache_clear()
+            warn_once.cache_clear()  # as in a new process
             said.append(succeeded(run(*command, *options)))
         line = json.loads((out / 'eval.jsonl').read_text().splitlines()[-1])
         return said, line, runs.read_log(resumed)[-1]['loss'], said[0].stdout
     _, before, loss, text = use()
     assert before['edited'] == []
     path.write_text('# a comment\n' + path.read_text())
-    assert 'has changed' not in use()[0][0].stderr
+    assert 'differs' not in use()[0][0].stderr
     path.write_text(path.read_text().replace('F.silu(gate)', 'F.relu(gate)'))
     del sys.modules['model_mine']
     said, after, its_loss, _ = use()
     for result in said:
-        assert result.stderr.count('has changed since') == 1, result.stderr
-    assert f'{path} has changed since this run was trained with {out}/code/model_mine.py: --code=run' in said[0].stderr
+        assert result.stderr.count('differs from') == 1, result.stderr
+    assert f'{path} differs from {out}/code/model_mine.py, with which' in said[0].stderr
+    assert '"resumed_from": 3, "edited_files": 1' in (tmp_path / 'resumed0/log.jsonl').read_text()
     assert after['edited'] == [str(path)] and after['results'] != before['results'] and its_loss != loss
     _, stored, its_loss, its_text = use('--code=run')
     assert (stored['results'], its_loss, its_text) == (before['results'], loss, text) and stored['edited'] == []
@@ -230,10 +230,44 @@ def test_a_hostile_run_folder_imports_nothing(name, tiny_run, tmp_path):
     (out / 'config.json').write_text(json.dumps(before))
     succeeded(run('sample.py', out, 'ab', '--max_new_tokens=2'))  # the stored code, which is hostile, is not used
     with pytest.raises(SystemExit, match='imported'):
-        models.model_file(str(out / f'code/model_{before["model"]}.py'))
+        models.model_file(before['model'], str(out))
 
 
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(UserError, match="unknown model 'standrd': did you mean 'standard'"):
         models.model_file('standrd')
-    assert Path(models.find_file('nanogpt')).name == 'nanogpt.py'
+    assert models.find_file('nanogpt').name == 'nanogpt.py'
+
+
+def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
+    start = 'train.py', f'--data={tiny_data}', f'--out_dir={tmp_path}/x', '--dry_run'
+    assert_sentence(run(*start, '--model'), 'model is True: expected the name')
+    assert_sentence(run(*start, '--model=config/quickstart.py'), 'it has no Config')
+    assert_sentence(run('sample.py', tiny_run, 'ab', f'--model={mine}'), 'is not its file')
+    for line, sentence in (("may_change = 'kind'", "Config.may_change of model 'mine' is 'kind': expected a tuple"),
+                           ("shared = 'blok_size',", "Config.shared of model 'mine' is ('blok_size',)"),
+                           ('pair: tuple[int, float] = (1, 2)', 'expected tuple[X, ...]')):
+        mine.write_text(MINE.replace('    kind:', f'    {line}\n    kind:'))
+        sys.modules.pop('model_mine', None)
+        assert_sentence(run(*start, f'--model={mine}'), sentence)
+
+
+def test_copies_include_every_form_of_import_and_compiled_files_are_ignored(mine, tiny_data, tmp_path):
+    out = tmp_path / 'run'
+    mine.write_text(MINE.replace('from model_standard import Model as Standard, Config as Base',
+                                 'import model_standard as standard\nStandard, Base = standard.Model, standard.Config'))
+    train(out, f'--model={mine}', f'--data={tiny_data}', *TINY, *OTHERS)
+    assert 'from . import model_standard as standard' in (out / 'code/model_mine.py').read_text()
+    (tmp_path / 'evil.py').write_text(HOSTILE)
+    cached = importlib.util.cache_from_source(str(out / 'code/model_mine.py'))
+    never_checked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(tmp_path / 'evil.py'), cached, invalidation_mode=never_checked)
+    succeeded(run('sample.py', out, 'ab', '--code=run', '--max_new_tokens=2'))
+    assert models.model_file('mine', str(out)).standard.__name__.startswith('code_')
+    before = (out / 'config.json').read_bytes()
+    again = run('train.py', f'--model={out}/code/model_mine.py', f'--out_dir={out}', '--overwrite')
+    assert_sentence(again, 'the copy in a run: use --code=run')
+    (out / 'code/notes.py').write_text('mine')
+    assert (out / 'config.json').read_bytes() == before
+    train(out, '--model=standard', '--overwrite', f'--data={tiny_data}', *TINY, *OTHERS)
+    assert {path.name for path in (out / 'code').glob('*.py')} == {'notes.py', 'model_standard.py', 'attn_kernels.py'}

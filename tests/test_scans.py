@@ -88,8 +88,8 @@ def test_one_command_pins_an_edit_that_computes_the_same(name, renamed, wrong, e
     fast = importlib.import_module(f'scans.{name}')
     file = edited(name, lambda source: re.sub(rf'\b{renamed}\b', 'other_name', source))
     scans._warn_once.cache_clear()
-    assert not make(file, name)[0].fast and f'python -m scans {name} --model=edited' in capsys.readouterr().err
-    pins.main([name, '--model=edited'])
+    assert not make(file, name)[0].fast and f'python -m scans {name} --model={file.__file__}' in capsys.readouterr().err
+    pins.main([name, f'--model={file.__file__}'])
     assert capsys.readouterr().out.endswith(f"\n    '{digest(*fast.implements(file))}'\n")
     sys.modules.pop('model_edited')
     edited(name, lambda source: source.replace(*wrong))

@@ -97,7 +97,8 @@ def recorded_uses(model, layers, T, positions):
         for layer in layers:
             hooks.enter_context(layer.register_forward_hook(
                 lambda layer, args, y: watch(y, layer, at_positions(args[0]))))
-        hooks.enter_context(model.embed.register_forward_hook(lambda _, args, y: watch(y.requires_grad_(), 'x')))
+        hooks.enter_context(model.embed.register_forward_hook(  # not for the one id of <predict>
+            lambda _, args, y: watch(y.requires_grad_(), 'x') if args[0].numel() > 1 else None))
         if hasattr(model, 'n_x_layers'):  # model_sps
             first = model.blocks[model.n_x_layers]
             hooks.enter_context(first.register_forward_pre_hook(lambda _, args: watch(args[0], 'rho')))

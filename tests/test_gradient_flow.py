@@ -68,7 +68,8 @@ def gradients_of_a_copy(model, ids, stream, position, steps):
                 x, mine(x), shared(x), int(layer in last and x.shape[1] == T))
             own |= {f'{name}.{part}': p for part, p in mine.named_parameters()}
     if stream == 0:
-        model.embed.register_forward_hook(lambda layer, args, y: with_own(y, y + added, y, 0))
+        model.embed.register_forward_hook(  # not for the one id of <predict>
+            lambda layer, args, y: with_own(y, y + added, y, 0) if args[0].numel() > 1 else y)
     else:
         model.blocks[model.n_x_layers].register_forward_pre_hook(
             lambda layer, args: (with_own(args[0], args[0] + added, args[0], 0), *args[1:]))

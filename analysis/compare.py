@@ -1,6 +1,6 @@
 """Train and compare models, each at its best learning rate and with several seeds.
 
-    python -m analysis.compare --out_dir=out/a "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
+    python -m analysis.compare --out_dir=out/a "GPN: config/gpn_small.py" "GDN: config/gdn_small.py"
 
 Each argument is `NAME: ARGUMENTS OF train.py`. The search for the learning rate starts at the one
 configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then trained at the best.

@@ -55,10 +55,6 @@ class Config:
     n_embd: int = 1120  # width of the residual stream, C
     n_ffn: int | None = None  # feed-forward width; None: 4 n_embd (llama: 3 n_embd, corr_ffn always 4 n_embd)
     block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, no biases
-    n_kv_head: int | None = None  # llama: key and value heads, HK; each serves H / HK query heads; None: n_head
-    head_size: int | None = None  # llama: D; None: n_embd / n_head
-    qkv_bias: bool = False  # llama: biases on queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # llama: RMSNorm on each head's query and key, before RoPE, as in Qwen3
     tied_head: bool = False  # the output head shares the embedding's weights
     # The correction network; corr_ffn is Linear, GELU, Linear:
     #   add          corr_ffn(LN(z + e)), eq. 1; corr_ffn_add in table A3
@@ -79,13 +75,18 @@ class Config:
     window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
     dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-5  # epsilon of LayerNorm and RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
     n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax
     eos_id: int | None = None  # end-of-document id: attention and corrections do not cross it; None: one document
+    # For the weights of pretrained models (docs/pretrained.md); but for RoPE, with block = 'llama':
+    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
+    head_size: int | None = None  # D; None: n_embd / n_head
+    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
         check_shape(self, K=1, k_min=1, segment_len=1, window=0)

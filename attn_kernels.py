@@ -424,8 +424,9 @@ def check_sizes(c, **least):
 
 
 def check_shape(c, **least):
-    """Check Config c and its heads like `check_sizes`; fill in head_size and n_kv_head if None."""
+    """Check Config c and its heads like `check_sizes`. Set head_size and n_kv_head if not given."""
     check_sizes(c, n_head=1, head_size=2, n_kv_head=1, **least)
+    c.head_size, c.n_kv_head = (getattr(c, name, None) for name in ('head_size', 'n_kv_head'))
     if c.head_size is None and c.n_embd % (2 * c.n_head):
         raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
     c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
@@ -433,7 +434,7 @@ def check_shape(c, **least):
         raise ValueError(f'head_size = {c.head_size}: expected an even number')
     if c.n_head % c.n_kv_head:
         raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')
-    if c.rope_scaling is not None:
+    if getattr(c, 'rope_scaling', None) is not None:
         factor, low, high, tokens = c.rope_scaling if len(c.rope_scaling) == 4 else [0] * 4
         if not (factor >= 1 and 0 < low < high and tokens >= 1):
             raise ValueError(f"rope_scaling = {c.rope_scaling}: expected factor, low, high, tokens, such as Llama 3's "
@@ -587,7 +588,8 @@ class KVCache:
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # per position
         self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # last h of the last call
         self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
-        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta, c.rope_scaling)
+        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta,
+                               getattr(c, 'rope_scaling', None))
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
         self.run, self.drafted = None, 0  # the current run; tokens drafted since the last call or rollback
 

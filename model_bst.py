@@ -59,7 +59,6 @@ class Config:
     n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # end-of-document id: attention and pairs do not cross it; None: one document
-    head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
         if not 0 < self.pair_share <= 1:

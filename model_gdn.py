@@ -275,10 +275,12 @@ class Model(nn.Module):
 class Cache:
     """Decoding state, whose size does not depend on the number of tokens.
 
-        a row's tokens    [ written to the memory | run: last max_run of the last call, pending ]
+        a row's tokens   [ 0 1 ...           n - r - 1 | n - r ... n - 1 ]  r: run_len <= max_run
+        memory           [ written                     |                 ]
+        run              [                             | q, k, v, ...    ]  pending
+        window           [              W - 1 tokens   | and the run     ]  convolution inputs, eos
 
-    The next call writes the pending run, so `rollback` only has to shorten it. For the run and the
-    W - 1 tokens before it, `window` holds each layer's convolution inputs and an eos mask.
+    The next call writes the pending run, so `rollback` only has to shorten it.
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run, device):

@@ -360,7 +360,13 @@ def choose_rows(mask, a, b):
 
 
 class Cache:
-    """State and memory of each row, now and before each of the last max_run tokens (`rollback`)."""
+    """State and memory of each row, now and before each of the last max_run tokens.
+
+        tokens of the last call        ...     n - 2      n - 1
+        history [ ... | [-3] before n - 2 | [-2] before n - 1 | [-1] now ]     max_run + 1 entries
+
+    `rollback(n)` copies entry [-1 - n] to [-1]. Longer calls keep only the entries that fit.
+    """
 
     def __init__(self, decoder, eos_id, batch_size, max_tokens, max_run, width, device):
         self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, eos_id, max_tokens, max_run

@@ -503,24 +503,34 @@ def chunked_loss(fn, rows, params, width, shared=()):
     """Sum a loss over the rows of its inputs, holding the logits of one chunk of rows at a time.
 
     Args:
-        fn: fn(*chunk, *shared) -> (loss, *parts), each summed over the chunk's rows
+        fn: fn(*chunk, *shared) -> {name: sum over the chunk's rows}; the first is the loss
         rows: tensors with one entry per position on their first axis: states, targets, weights, ...
         params: all parameters of the model, for the gradients of those that fn uses
         width: values that fn holds per row, such as the vocabulary size; sets the chunk size
         shared: tensors passed whole to every chunk, such as a table that rows index
 
-    Returns (loss, *parts) in fp32. Gradients are computed chunk by chunk, in the forward pass.
+    Returns the sums over all rows, in fp32, by name. Only the loss has gradients. They are computed
+    chunk by chunk, in the forward pass.
     """
+    names = []
+
+    def values_of(*inputs):
+        sums = fn(*inputs)
+        names[:] = sums
+        return sums.values()
+
     values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
     n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled():
-        return _ChunkedLoss.apply(fn, n_chunks, len(rows), len(shared), *rows, *shared, *params)
-    return _sums([fn(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
+        values = _ChunkedLoss.apply(values_of, n_chunks, len(rows), len(shared), *rows, *shared, *params)
+    else:
+        values = _sums([values_of(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
+    return dict(zip(names, values))
 
 
-def _sums(parts_of_chunks):
-    return tuple(sum(at_least_fp32(x) for x in part) for part in zip(*parts_of_chunks))
+def _sums(values_of_chunks):
+    return tuple(sum(at_least_fp32(x) for x in values) for values in zip(*values_of_chunks))
 
 
 class _ChunkedLoss(torch.autograd.Function):

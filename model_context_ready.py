@@ -329,12 +329,12 @@ class Model(nn.Module):
     def nll(self, z, targets):
         """Return the mean loss in nats for targets (B, T), -1 ignored, given z (B, T, C)."""
         rows = self.head_input(z).flatten(0, 1), targets.flatten()
-        total, = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
-        return total / (targets >= 0).sum().clamp(min=1)
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        return total['nll'] / (targets >= 0).sum().clamp(min=1)
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return self.cross_entropy(self._logits(h), targets),
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss and decoding."""

@@ -148,7 +148,7 @@ class Losses(nn.Module):
             if 'ce' in names:
                 nats = F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
                 parts['ce'] += (nats * token_weights[:, i]).sum() / c.horizon
-        return nll, *parts.values()
+        return {'nll': nll} | parts
 
     def log_probs(self, logits):
         """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
@@ -229,8 +229,7 @@ class Model(nn.Module):
         token_weights, state_weights = (x / x.sum((0, 1)).clamp(min=1) for x in (counted, same_document))
         rows = [x.flatten(0, 1) for x in (targets, token_weights, state_weights, *states)]
         width = (self.horizon + 1) * c.vocab_size
-        loss, *parts = chunked_loss(self._losses, rows, self.parameters(), width)
-        return {'loss': loss} | dict(zip(['nll', *self._lambdas()], (part.detach() for part in parts)))
+        return chunked_loss(self._losses, rows, self.parameters(), width)
 
     def _lambdas(self):
         """Return {name: weight} of the loss parts to compute."""
@@ -242,13 +241,13 @@ class Model(nn.Module):
         return lambdas if self.training else {'next_hidden': 0.0, 'kl': 0.0} | lambdas
 
     def _losses(self, targets, token_weights, state_weights, h, *predicted):
-        """Return the loss of a chunk of positions, the nll and the parts named by `_lambdas`."""
+        """Return the loss of a chunk of positions, its nll and the parts named by `_lambdas`."""
         lambdas = self._lambdas()
         has_logits = 'kl' in lambdas or 'ce' in lambdas
         predicted_logits = [self._logits(h_hat, self.config.stop_head) for h_hat in predicted if has_logits]
-        nll, *parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, h, predicted, self._logits(h),
-                                  predicted_logits)
-        return nll + sum(weight * part for weight, part in zip(lambdas.values(), parts)), nll, *parts
+        parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, h, predicted, self._logits(h),
+                            predicted_logits)
+        return {'loss': parts['nll'] + sum(weight * parts[name] for name, weight in lambdas.items())} | parts
 
     def _logits(self, h, frozen=False):
         """Return logits over all V rows. frozen: without a gradient for the head's weights."""

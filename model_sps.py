@@ -216,13 +216,13 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
-        total, = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
-        loss = total / (targets >= 0).sum().clamp(min=1)
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return self.cross_entropy(self._logits(h), targets),
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
 
     def _logits(self, h):
         """Return logits over all V rows (eq. 10 before the softmax), for the loss and decoding."""

@@ -36,7 +36,7 @@ from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vo
 LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
 FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')  # `model_type` in config.json
-LLAMA_CODE = 'eaa0f0cf616f7bee'  # digest of Block and Model in model_standard.py, which compute what a Llama does
+LLAMA_CODE = '719512c4d7c5a419'  # digest of Block and Model in model_standard.py, which compute what a Llama does
 
 
 @dataclass

@@ -169,7 +169,7 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
         cache = model.new_cache(3, 16)
         want = torch.stack([model.extend(idx[:, t:t + 1], cache) for t in range(16)], 1)[..., :60]
         e, _, starts, _ = model.prepare(idx)
-        zs = [z for _, z in zip(range(17), model.iterates(idx))]
+        zs = list(model.iterates(idx, 17))
         logits = [model.head(model.head_input(z))[..., :60] for z in zs]
         corrections = [model.correct(z.roll(1, 1), e, starts) for z in zs]
     assert (logits[-1] - want).abs().max() < 1e-4
@@ -335,7 +335,7 @@ def test_a_converted_model_has_the_logits_of_its_source(variant, block):
 
 @pytest.mark.slow
 def test_compiled_unrolls_end_when_attention_is_in_the_graph(monkeypatch):
-    """Compiled code runs a generator to its end, but the generator of unrolls is infinite."""
+    """Compiled code may run a generator to its end."""
     def make_mask(model, T, device, doc_start):
         q, k = attn_kernels.sequence(T, (0,), device, doc_start), attn_kernels.sequence(T, (0,), device)
         return attn_kernels.dense_mask(model, model.sees, q, k)
@@ -372,7 +372,7 @@ def test_contraction_estimates_equal_the_formula():
     found = analysis.context_ready.contraction(torch.cat(moves, 1))
     with torch.no_grad():
         e, _, starts, _ = model.prepare(idx)
-        zs = [z for _, z in zip(range(4), model.iterates(idx))]
+        zs = list(model.iterates(idx, 4))
         second, third, fourth = [model.correct(F.pad(z, (0, 0, 1, 0))[:, :-1], e, starts) for z in zs[1:]]
     # the first two positions are exact
     after, before = ((a - b)[:, 2:].norm(dim=-1) for a, b in ((fourth, third), (third, second)))

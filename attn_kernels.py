@@ -424,8 +424,9 @@ def check_sizes(c, **least):
 
 
 def check_shape(c, **least):
-    """Check Config c and its heads like `check_sizes`; fill in head_size and n_kv_head if None."""
+    """Check Config c and its heads like `check_sizes`. Set head_size and n_kv_head if not given."""
     check_sizes(c, n_head=1, head_size=2, n_kv_head=1, rope_theta=1, **least)
+    c.head_size, c.n_kv_head = (getattr(c, name, None) for name in ('head_size', 'n_kv_head'))
     if c.head_size is None and c.n_embd % (2 * c.n_head):
         raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
     c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
@@ -433,7 +434,7 @@ def check_shape(c, **least):
         raise ValueError(f'head_size = {c.head_size}: expected an even number')
     if c.n_head % c.n_kv_head:
         raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')
-    if c.rope_scaling is not None:
+    if getattr(c, 'rope_scaling', None) is not None:
         factor, low, high, tokens = c.rope_scaling if len(c.rope_scaling) == 4 else [0] * 4
         if not (factor >= 1 and 0 < low < high and tokens >= 1):
             raise ValueError(f"rope_scaling = {c.rope_scaling}: expected factor, low, high, tokens, such as Llama 3's "
@@ -502,24 +503,34 @@ def chunked_loss(fn, rows, params, width, shared=()):
     """Sum a loss over the rows of its inputs, holding the logits of one chunk of rows at a time.
 
     Args:
-        fn: fn(*chunk, *shared) -> (loss, *parts), each summed over the chunk's rows
+        fn: fn(*chunk, *shared) -> {name: sum over the chunk's rows}; the first is the loss
         rows: tensors with one entry per position on their first axis: states, targets, weights, ...
         params: all parameters of the model, for the gradients of those that fn uses
         width: values that fn holds per row, such as the vocabulary size; sets the chunk size
         shared: tensors passed whole to every chunk, such as a table that rows index
 
-    Returns (loss, *parts) in fp32. Gradients are computed chunk by chunk, in the forward pass.
+    Returns the sums over all rows, in fp32, by name. Only the loss has gradients. They are computed
+    chunk by chunk, in the forward pass.
     """
+    names = []
+
+    def values_of(*inputs):
+        sums = fn(*inputs)
+        names[:] = sums
+        return sums.values()
+
     values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
     n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *shared, *params)):
-        return _ChunkedLoss.apply(fn, n_chunks, len(rows), len(shared), *rows, *shared, *params)
-    return _sums([fn(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
+        values = _ChunkedLoss.apply(values_of, n_chunks, len(rows), len(shared), *rows, *shared, *params)
+    else:
+        values = _sums([values_of(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
+    return dict(zip(names, values))
 
 
-def _sums(parts_of_chunks):
-    return tuple(sum(at_least_fp32(x) for x in part) for part in zip(*parts_of_chunks))
+def _sums(values_of_chunks):
+    return tuple(sum(at_least_fp32(x) for x in values) for values in zip(*values_of_chunks))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -587,7 +598,8 @@ class KVCache:
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # per position
         self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # last h of the last call
         self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
-        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta, c.rope_scaling)
+        self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta,
+                               getattr(c, 'rope_scaling', None))
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
         self.run, self.drafted = None, 0  # the current run; tokens drafted since the last call or rollback
 

@@ -59,7 +59,6 @@ class Config:
     n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # end-of-document id: attention and pairs do not cross it; None: one document
-    head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
         if not 0 < self.pair_share <= 1:
@@ -186,23 +185,24 @@ class Model(nn.Module):
         joined = F.pad(joined, (1, 1)).unsqueeze(-1)
         t_f = torch.where(joined[:, :-1], self.text_f(F.pad(f, (0, 0, 1, 0))), self.text_f(self.no_prefix))
         t_b = torch.where(joined[:, 1:], self.text_b(F.pad(b, (0, 0, 0, 1))), self.text_b(self.no_suffix))
-        loss, pair_next, pair_previous = self._pair_losses(t_f.flatten(0, 1), t_b.flatten(0, 1), labels, start)
+        losses = self._pair_losses(t_f.flatten(0, 1), t_b.flatten(0, 1), labels, start)
         with torch.no_grad():
             if c.eos_id is not None:
                 targets = targets.masked_fill(idx == c.eos_id, -1)
             rows = self._next_state(f).flatten(0, 1), targets.flatten()
-            total, = chunked_loss(self._nll, rows, self.parameters(), c.vocab_size)
-            nll = total / (targets >= 0).sum().clamp(min=1)
-        return {'loss': loss, 'nll': nll, 'pair_next': pair_next.detach(), 'pair_previous': pair_previous.detach()}
+            total = chunked_loss(self._nll, rows, self.parameters(), c.vocab_size)
+            nll = total['nll'] / (targets >= 0).sum().clamp(min=1)
+        return {'loss': losses['loss'], 'nll': nll} | losses
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return self.cross_entropy(self._logits(h), targets),
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
 
     @outside_graphs  # the number of pairs depends on the documents
     def _pair_losses(self, t_f, t_b, labels, start):
-        """Return loss, pair_next, pair_previous. t_f, t_b: (B (T + 1), n_text); others: (B, T + 1).
+        """Return {'loss', ...}: all results but the nll. t_f, t_b: (B (T + 1), n_text).
 
+        labels, start: (B, T + 1).
         Runs in chunks of pairs, so the text head's (N, n_text) hidden layer is never held at once.
         """
         T = labels.shape[1] - 1
@@ -216,7 +216,7 @@ class Model(nn.Module):
             h = self._text_state(t_f.index_select(0, at_p), t_b.index_select(0, at_q))
             pair_next = self.cross_entropy(self._logits(h), next_label) / n_next
             pair_previous = self.cross_entropy(self.previous_head(h), previous_label) / n_previous
-            return pair_next + pair_previous, pair_next, pair_previous
+            return {'loss': pair_next + pair_previous, 'pair_next': pair_next, 'pair_previous': pair_previous}
 
         first = row * (T + 1)
         rows = first + p[pair], first + q[pair], next_labels[row, pair], previous_labels[row, pair]

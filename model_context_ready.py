@@ -14,9 +14,9 @@ There are two ways to compute a sequence; the second converges to the first (the
     streaming   token by token, like a recurrent network, because token t needs z_{t-1} (Algorithm
                 1). `extend` decodes this way. With bptt = True, training does too: `loop`.
     unrolls     K passes over all positions at once: pass k uses z_{t-1} of pass k - 1 (eq. 5,
-                `unrolls`). The first has no correction, so K = 1 is the plain Transformer.
+                `unroll`). The first has no correction, so K = 1 is the plain Transformer.
 
-`logits` and long prompts unroll until z stops changing (`_fixed_point`), which equals streaming.
+`logits` and long prompts unroll until z stops changing: `_fixed_point`.
 scans/context_ready.py is a faster `loop`, used as long as the equations in this file are unedited.
 Inferred: linear layers and LayerNorms have biases, the head has none.
 
@@ -55,10 +55,6 @@ class Config:
     n_embd: int = 1120  # width of the residual stream, C
     n_ffn: int | None = None  # feed-forward width; None: 4 n_embd (llama: 3 n_embd, corr_ffn always 4 n_embd)
     block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, no biases
-    n_kv_head: int | None = None  # llama: key and value heads, HK; each serves H / HK query heads; None: n_head
-    head_size: int | None = None  # llama: D; None: n_embd / n_head
-    qkv_bias: bool = False  # llama: biases on queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # llama: RMSNorm on each head's query and key, before RoPE, as in Qwen3
     tied_head: bool = False  # the output head shares the embedding's weights
     # The correction network; corr_ffn is Linear, GELU, Linear:
     #   add          corr_ffn(LN(z + e)), eq. 1; corr_ffn_add in table A3
@@ -79,13 +75,18 @@ class Config:
     window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
     dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-5  # epsilon of LayerNorm and RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     vocab_size: int = 32000  # rows of the embedding table, V: token ids, then padding
     n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax
     eos_id: int | None = None  # end-of-document id: attention and corrections do not cross it; None: one document
+    # For the weights of pretrained models (docs/pretrained.md); but for RoPE, with block = 'llama':
+    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
+    head_size: int | None = None  # D; None: n_embd / n_head
+    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
         check_shape(self, K=1, k_min=1, segment_len=1, window=0, prefill_tol=0)
@@ -267,16 +268,15 @@ class Model(nn.Module):
             h = block(h, rope, mask, cache)
         return h
 
-    def unrolls(self, e, z_before, starts, rope, mask, cache=None):
-        """Eq. 5: yield z^(1), z^(2), ... for embeddings e (B, n, C), after z_before (B, 1, C).
+    def unroll(self, z, e, z_before, starts, rope, mask, cache=None):
+        """Eq. 5: return z^(k) from z = z^(k-1), both (B, n, C). z None: k = 1, without correction.
 
-        Position t is corrected by z^(k-1) of t - 1. The paper ends unroll k with correction^(k);
-        here, unroll k + 1 starts with it, so the last one, which is never used, is not computed.
+        e: embeddings (B, n, C); z_before: (B, 1, C), z of the position before them. Position t is
+        corrected by z^(k-1) of t - 1. The paper ends unroll k with correction^(k); here, unroll
+        k + 1 starts with it, so the last one, which is never used, is not computed.
         """
-        z = None
-        while True:
-            z = self.step(e, None if z is None else torch.cat([z_before, z[:, :-1]], 1), starts, rope, mask, cache)
-            yield z
+        previous = None if z is None else torch.cat([z_before, z[:, :-1]], 1)
+        return self.step(e, previous, starts, rope, mask, cache)
 
     def head_input(self, z):
         """Eq. 4: return the inputs of the output head. z: (B, n, C) -> (B, n, C)."""
@@ -293,22 +293,28 @@ class Model(nn.Module):
         starts = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
         return self.embed(idx), doc_start, starts, rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
 
-    @torch.compiler.disable(recursive=False)  # the compiler would trace this infinite generator forever
-    def iterates(self, idx):
-        """Yield z^(1), z^(2), ..., each (B, T, C), for sequences idx (B, T)."""
+    def _sequence(self, idx):
+        """Return the inputs of `unroll`, e to mask, for sequences idx (B, T)."""
         e, doc_start, starts, rope = self.prepare(idx)
-        mask = make_mask(self, idx.shape[1], idx.device, doc_start)
-        return self.unrolls(e, torch.zeros_like(e[:, :1]), starts, rope, mask)
+        return e, torch.zeros_like(e[:, :1]), starts, rope, make_mask(self, idx.shape[1], idx.device, doc_start)
 
-    @torch.compiler.disable(recursive=False)
+    def iterates(self, idx, K):
+        """Yield z^(1) ... z^(K), each (B, T, C), for sequences idx (B, T)."""
+        z, inputs = None, self._sequence(idx)
+        for _ in range(K):
+            z = self.unroll(z, *inputs)
+            yield z
+
+    @torch.compiler.disable(recursive=False)  # K varies, so the compiler gets one unroll at a time
     def states(self, idx):
         """Return z by streaming (bptt) or by this step's unrolls. idx: (B, T) -> (B, T, C)."""
         c = self.config
         if c.bptt:
             return self.stream(idx)
-        K, unrolls = self.n_unrolls if self.training else c.K, self.iterates(idx)
+        K = self.n_unrolls if self.training else c.K
+        z, inputs = None, self._sequence(idx)
         for _ in range(K):
-            z = next(unrolls)
+            z = self.unroll(z, *inputs)
         if K == 1 < c.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
@@ -328,12 +334,12 @@ class Model(nn.Module):
     def nll(self, z, targets):
         """Return the mean loss in nats for targets (B, T), -1 ignored, given z (B, T, C)."""
         rows = self.head_input(z).flatten(0, 1), targets.flatten()
-        total, = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
-        return total / (targets >= 0).sum().clamp(min=1)
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        return total['nll'] / (targets >= 0).sum().clamp(min=1)
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return self.cross_entropy(self._logits(h), targets),
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss and decoding."""
@@ -343,26 +349,26 @@ class Model(nn.Module):
         """Draw the next step's number of unrolls (section 3.2). rng must be equal on all ranks."""
         self.n_unrolls = rng.choice(self.K_choices)
 
-    def _fixed_point(self, unrolls, is_token):
-        """Return the fixed point of `unrolls` (theorem 2), z (B, n, C), and the number of unrolls.
+    def _fixed_point(self, is_token, *inputs):
+        """Parallel prefill: unroll until z stops changing (theorem 2), which equals streaming.
 
-        is_token: (B, n), False for padding. Stops when the relative change of z is below
-        prefill_tol, or at rounding level and no longer shrinking, or after n_tokens + 1 unrolls,
-        when z is exact (Lemma 1). Each row's last z is not checked: it depends only on earlier z.
+        is_token: (B, n), False for padding; inputs: of `unroll`. Returns z (B, n, C) and the
+        number of unrolls. Stops when the relative change of z is below prefill_tol, or at rounding
+        level and no longer shrinking, or after n_tokens + 1 unrolls, when z is exact (Lemma 1).
+        Each row's last z is not checked: it depends only on earlier z.
         """
         device = is_token.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
         n_tokens, z, last_change = int(is_token.sum(1).max()), None, math.inf
         for k in range(1, n_tokens + 2):
-            last, z = z, next(unrolls)
-            if k == 1 or n_tokens == 1:
-                continue
-            changes = (z - last).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
-            change = changes[:, :-1][is_token[:, 1:]].max().item()
-            if change < self.config.prefill_tol or last_change <= change < rounding:
-                break
-            last_change = change
+            last, z = z, self.unroll(z, *inputs)
+            if k > 1 and n_tokens > 1:
+                changes = (z - last).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
+                change = changes[:, :-1][is_token[:, 1:]].max().item()
+                if change < self.config.prefill_tol or last_change <= change < rounding:
+                    break
+                last_change = change
         return z, k
 
     @outside_graphs
@@ -404,7 +410,7 @@ class Model(nn.Module):
         elif self.config.prefill == 'sequential':
             z = self.stream(idx)
         else:
-            z, _ = self._fixed_point(self.iterates(idx), torch.ones_like(idx, dtype=torch.bool))
+            z, _ = self._fixed_point(torch.ones_like(idx, dtype=torch.bool), *self._sequence(idx))
         return self.head_input(z)
 
     @torch.no_grad()
@@ -430,8 +436,7 @@ class Model(nn.Module):
             e, starts = self.embed(run.tokens), run.positions == run.doc_start
             if in_parallel and c.K > 1:
                 is_token = torch.arange(e.shape[1], device=e.device) < run.n_new[:, None]
-                unrolls = self.unrolls(e, z, starts, run.rope, run.mask(), cache)
-                z, cache.n_unrolls = self._fixed_point(unrolls, is_token)
+                z, cache.n_unrolls = self._fixed_point(is_token, e, z, starts, run.rope, run.mask(), cache)
             else:
                 z = self.step(e, z if c.K > 1 else None, starts, run.rope, run.mask(), cache)
             zs.append(z)

@@ -229,13 +229,13 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
-        total, = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
-        loss = total / (targets >= 0).sum().clamp(min=1)
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return self.cross_entropy(self._logits(h), targets),
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss and decoding."""
@@ -275,10 +275,12 @@ class Model(nn.Module):
 class Cache:
     """Decoding state, whose size does not depend on the number of tokens.
 
-        a row's tokens    [ written to the memory | run: last max_run of the last call, pending ]
+        a row's tokens   [ 0 1 ...           n - r - 1 | n - r ... n - 1 ]  r: run_len <= max_run
+        memory           [ written                     |                 ]
+        run              [                             | q, k, v, ...    ]  pending
+        window           [              W - 1 tokens   | and the run     ]  convolution inputs, eos
 
-    The next call writes the pending run, so `rollback` only has to shorten it. For the run and the
-    W - 1 tokens before it, `window` holds each layer's convolution inputs and an eos mask.
+    The next call writes the pending run, so `rollback` only has to shorten it.
     """
 
     def __init__(self, model, batch_size, max_tokens, max_run, device):

@@ -277,15 +277,14 @@ class Model(nn.Module):
         """
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
-        h = self.final_hidden(idx)
-        total, = chunked_loss(self._nll, (h.flatten(0, 1), targets.flatten()), self.parameters(),
-                              self.config.vocab_size)
-        loss = total / (targets >= 0).sum().clamp(min=1)
+        rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, E); targets: (N,)."""
-        return (self.cross_entropy(self._logits(h), targets),)
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss and decoding. h: (..., E)."""
@@ -360,7 +359,13 @@ def choose_rows(mask, a, b):
 
 
 class Cache:
-    """State and memory of each row, now and before each of the last max_run tokens (`rollback`)."""
+    """State and memory of each row, now and before each of the last max_run tokens.
+
+        tokens of the last call        ...     n - 2      n - 1
+        history [ ... | [-3] before n - 2 | [-2] before n - 1 | [-1] now ]     max_run + 1 entries
+
+    `rollback(n)` copies entry [-1 - n] to [-1]. Longer calls keep only the entries that fit.
+    """
 
     def __init__(self, decoder, eos_id, batch_size, max_tokens, max_run, width, device):
         self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, eos_id, max_tokens, max_run

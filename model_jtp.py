@@ -40,7 +40,6 @@ class Config:
     n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
-    head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
         check_shape(self, horizon=1, lambda_mtp=0)
@@ -158,16 +157,15 @@ class Model(nn.Module):
         weights = counted / counted.sum((0, 1)).clamp(min=1)
         given = F.pad(idx, (0, c.horizon)).unfold(1, c.horizon + 1, 1)[..., 1:]  # (B, T, d): x_{t+1} ... x_{t+d}
         rows = [x.flatten(0, 1) for x in (targets, weights, self.final_hidden(idx), self.embed(given))]
-        loss, nll, further = chunked_loss(self._losses, rows, self.parameters(), (c.horizon + 1) * c.vocab_size)
-        return {'loss': loss, 'nll': nll.detach(), 'further_tokens': further.detach()}
+        return chunked_loss(self._losses, rows, self.parameters(), (c.horizon + 1) * c.vocab_size)
 
     def _losses(self, targets, weights, h, e):
-        """Return loss, nll, further. targets, weights: (N, d + 1); h: (N, C); e: (N, d, C)."""
+        """Return the loss and its parts. targets, weights: (N, d + 1); h: (N, C); e: (N, d, C)."""
         states = torch.cat([h.unsqueeze(1), self.fetch(h, e)], 1)  # (N, d + 1, C)
         nats = self.cross_entropy(self._logits(states).flatten(0, 1), targets.flatten()).view_as(targets)
         means = (nats * weights).sum(0)
         nll, further = means[0], means[1:].mean()
-        return nll + self.config.lambda_mtp * further, nll, further
+        return {'loss': nll + self.config.lambda_mtp * further, 'nll': nll, 'further_tokens': further}
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss, decoding and drafting."""

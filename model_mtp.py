@@ -41,7 +41,6 @@ class Config:
     n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
-    head_size = n_kv_head = rope_scaling = None  # not settings; `check_shape` fills in the sizes
 
     def __post_init__(self):
         check_shape(self, horizon=1, lambda_mtp=0)
@@ -147,15 +146,14 @@ class Model(nn.Module):
         weights = counted / counted.sum((0, 1)).clamp(min=1)
         states = self._run_blocks(idx, *self._prepare(idx), n_future=c.horizon)
         rows = [x.flatten(0, 1) for x in (targets, weights, torch.stack(states, 2))]
-        loss, nll, further = chunked_loss(self._losses, rows, self.parameters(), (c.horizon + 1) * c.vocab_size)
-        return {'loss': loss, 'nll': nll.detach(), 'further_tokens': further.detach()}
+        return chunked_loss(self._losses, rows, self.parameters(), (c.horizon + 1) * c.vocab_size)
 
     def _losses(self, targets, weights, states):
-        """Return the three losses. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
+        """Return the loss and its parts. targets, weights: (N, d + 1); states: (N, d + 1, C)."""
         nats = self.cross_entropy(self._logits(states).flatten(0, 1), targets.flatten()).view_as(targets)
         means = (nats * weights).sum(0)
         nll, further = means[0], means[1:].mean()
-        return nll + self.config.lambda_mtp * further, nll, further
+        return {'loss': nll + self.config.lambda_mtp * further, 'nll': nll, 'further_tokens': further}
 
     def _logits(self, h):
         """Return logits over all V rows, for the loss, decoding and drafting."""

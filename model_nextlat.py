@@ -44,13 +44,8 @@ class Config:
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
-    head_size: int | None = None  # D; None: n_embd / n_head
-    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, rounded up to a multiple of 128 (inferred)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = False  # the output head shares the embedding's weights
@@ -59,6 +54,12 @@ class Config:
     n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
     eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
+    # For the weights of pretrained models (docs/pretrained.md):
+    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
+    head_size: int | None = None  # D; None: n_embd / n_head
+    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
         check_shape(self, horizon=1, n_dynamics=1, lambda_h=0, lambda_kl=0)
@@ -148,7 +149,7 @@ class Losses(nn.Module):
             if 'ce' in names:
                 nats = F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
                 parts['ce'] += (nats * token_weights[:, i]).sum() / c.horizon
-        return nll, *parts.values()
+        return {'nll': nll} | parts
 
     def log_probs(self, logits):
         """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
@@ -229,8 +230,7 @@ class Model(nn.Module):
         token_weights, state_weights = (x / x.sum((0, 1)).clamp(min=1) for x in (counted, same_document))
         rows = [x.flatten(0, 1) for x in (targets, token_weights, state_weights, *states)]
         width = (self.horizon + 1) * c.vocab_size
-        loss, *parts = chunked_loss(self._losses, rows, self.parameters(), width)
-        return {'loss': loss} | dict(zip(['nll', *self._lambdas()], (part.detach() for part in parts)))
+        return chunked_loss(self._losses, rows, self.parameters(), width)
 
     def _lambdas(self):
         """Return {name: weight} of the loss parts to compute."""
@@ -242,13 +242,13 @@ class Model(nn.Module):
         return lambdas if self.training else {'next_hidden': 0.0, 'kl': 0.0} | lambdas
 
     def _losses(self, targets, token_weights, state_weights, h, *predicted):
-        """Return the loss of a chunk of positions, the nll and the parts named by `_lambdas`."""
+        """Return the loss of a chunk of positions, its nll and the parts named by `_lambdas`."""
         lambdas = self._lambdas()
         has_logits = 'kl' in lambdas or 'ce' in lambdas
         predicted_logits = [self._logits(h_hat, self.config.stop_head) for h_hat in predicted if has_logits]
-        nll, *parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, h, predicted, self._logits(h),
-                                  predicted_logits)
-        return nll + sum(weight * part for weight, part in zip(lambdas.values(), parts)), nll, *parts
+        parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, h, predicted, self._logits(h),
+                            predicted_logits)
+        return {'loss': parts['nll'] + sum(weight * parts[name] for name, weight in lambdas.items())} | parts
 
     def _logits(self, h, frozen=False):
         """Return logits over all V rows. frozen: without a gradient for the head's weights."""

@@ -30,15 +30,10 @@ class Config:
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
-    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
-    head_size: int | None = None  # D; None: n_embd / n_head
-    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
     window: int | None = None  # past positions that a query sees besides its own; None: all
     attention: Literal['auto', 'triton'] = 'auto'  # triton: this repository's Triton kernels (GPU only)
     rope_theta: float = 10000.0  # base of the RoPE frequencies
-    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
     init: Literal['normal', 'torch'] = 'normal'  # normal: N(0, init_std^2) for all matrices; torch: nn.Linear's default
@@ -48,6 +43,12 @@ class Config:
     n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official code
     eos_id: int | None = 50256  # end-of-document id: attention does not cross it; None: one document
+    # For the weights of pretrained models (docs/pretrained.md):
+    n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
+    head_size: int | None = None  # D; None: n_embd / n_head
+    qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE, as in Qwen3
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
         check_shape(self, window=0)
@@ -145,13 +146,13 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             targets = targets.masked_fill(idx == self.config.eos_id, -1)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
-        total, = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
-        loss = total / (targets >= 0).sum().clamp(min=1)
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return self.cross_entropy(self._logits(h), targets),
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
 
     def _logits(self, h):
         """Return logits over all V rows (eq. 10 before the softmax), for the loss and decoding."""

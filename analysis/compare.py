@@ -1,6 +1,6 @@
 """Train and compare models with several seeds, each at a learning rate found by a search.
 
-    python -m analysis.compare --out_dir=out/a "GPN: config/gpn_quick.py" "GDN: config/gdn_quick.py"
+    python -m analysis.compare --out_dir=out/a "GPN: config/gpn_small.py" "GDN: config/gdn_small.py"
 
 Each argument is `NAME: ARGUMENTS OF train.py`. One is enough, to find its learning rate. The search
 starts at the rate configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then

@@ -49,7 +49,7 @@ def measure(model, idx, targets):
         return nll | {'sequential': nll[1]}, torch.zeros(3, *idx.shape), 1
     K = 5 if c.bptt else max(c.K, 3)
     e, _, starts, _ = model.prepare(idx)
-    for k, z in zip(range(1, max(K, DEPTHS[-1]) + 1), model.iterates(idx)):
+    for k, z in enumerate(model.iterates(idx, max(K, DEPTHS[-1])), 1):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
         if K - 2 <= k <= K:

@@ -33,9 +33,8 @@ td, th {{ padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: left }
 
 
 @dataclass
-class Settings:
+class Settings(figures.Settings):
     out: str | None = None  # file to write; None: report.html beside the runs
-    labels: str | None = None  # 'A,B': names of the groups of runs, as they come; None: the settings that differ
 
 
 def read(run: str) -> dict:

@@ -39,7 +39,7 @@ STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes
     'inference': (70, ['-m', 'bench.inference', '--scales=xs,s', '--new=512']),  # all five scales take longer
     'generate': (40, ['-m', 'bench.generate']),
     'context_ready': (40, ['-m', 'bench.context_ready']),
-    'drafting': (80, ['train.py', 'config/quickstart_nextlat.py', '--out_dir=out/gpu_nextlat', *TRAINING]),
+    'drafting': (80, ['train.py', 'config/nextlat_small.py', '--out_dir=out/gpu_nextlat', *TRAINING]),
     'speculative': (40, ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
                           '--new_tokens=128']),
     'train_step': (50, ['-m', 'bench.train_step']),

@@ -4,7 +4,7 @@ from common import models
 
 LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 FAMILIES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}  # `model_type`: class
-STANDARD_CODE = 'eaa0f0cf616f7bee'  # digest of Block and Model in model_standard.py, which compute what these do
+STANDARD_CODE = '719512c4d7c5a419'  # digest of Block and Model in model_standard.py, which compute what these do
 
 
 def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:

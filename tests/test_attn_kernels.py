@@ -203,7 +203,7 @@ def weighted_loss(head, lengths):
     def fn(h, targets, weights):
         lengths.append(len(h))
         nll = F.cross_entropy(head(h).float(), targets, ignore_index=-1, reduction='none')
-        return (weights * nll).sum(), nll.detach().sum()
+        return {'weighted': (weights * nll).sum(), 'nll': nll.detach().sum()}
     return fn
 
 
@@ -224,17 +224,17 @@ def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
 
     lengths = []
     fn = weighted_loss(head, lengths)
-    loss, part = K.chunked_loss(fn, (hidden, targets, weights), params, width)
+    loss, part = K.chunked_loss(fn, (hidden, targets, weights), params, width).values()
     assert max(lengths) - min(lengths) <= 1 and len(lengths) == (3 if N == 600 and device == 'cpu' else 1)
     (3 * loss).backward()
     assert_close([loss, part], [want_loss.detach(), want_part.detach()], 1e-6)
     assert_close([hidden.grad, *(p.grad for p in head.parameters())], want, 2e-5)
     assert not part.requires_grad and all(p.grad is None for p in unused.parameters())
     with torch.no_grad():
-        assert_close(K.chunked_loss(fn, (hidden, targets, weights), params, width),
+        assert_close(K.chunked_loss(fn, (hidden, targets, weights), params, width).values(),
                      [want_loss.detach(), want_part.detach()], 1e-6)
     with torch.autocast(device, torch.bfloat16):
-        loss, _ = K.chunked_loss(fn, (hidden, targets, weights), params, width)
+        loss = K.chunked_loss(fn, (hidden, targets, weights), params, width)['weighted']
     halves = torch.autograd.grad(3 * loss, [hidden, *head.parameters()])
     assert all((half - w).norm() < 1e-2 * w.norm() for half, w in zip(halves, want))
 
@@ -246,10 +246,9 @@ def test_weights_that_share_a_gradient_are_counted_once():
     h = torch.randn(600, 24)
 
     def fn(h):
-        return ((h @ (W + U)).square().sum() + b.sum(),)
+        return {'loss': (h @ (W + U)).square().sum() + b.sum()}
     for width in (320, 2 ** 18):
-        loss, = K.chunked_loss(fn, (h,), [W, U, b], width)
-        loss.backward()
+        K.chunked_loss(fn, (h,), [W, U, b], width)['loss'].backward()
         n_chunks = 1 if width == 320 else 3
         want, = torch.autograd.grad((h @ (W + U)).square().sum(), [W])
         assert (W.grad - want).abs().max() < 1e-5 * want.abs().max() and torch.equal(W.grad, U.grad)
@@ -269,9 +268,9 @@ def test_bf16_loss_computes_log_sum_exp_in_fp32(device):
     torch.manual_seed(0)
     model = model_standard.Model(model_standard.Config(n_layer=1, n_head=1, n_embd=64, eos_id=None)).to(device)
     hidden, targets = torch.randn(512, 64, device=device), torch.randint(0, 50304, (512,), device=device)
-    want, = model._nll(hidden, targets)
+    want = model._nll(hidden, targets)['nll']
     with torch.autocast(device, torch.bfloat16):
-        got, = K.chunked_loss(model._nll, (hidden, targets), model.parameters(), 50304)
+        got = K.chunked_loss(model._nll, (hidden, targets), model.parameters(), 50304)['nll']
     assert abs(got - want) / 512 < 2e-3
 
 
@@ -301,7 +300,7 @@ def test_a_compiled_loss_equals_eager_and_compiles_once(name, n_ids, device):
                 return module(inputs[0], targets).view(1)
             (logits, *further), (h, *predicted) = inputs[:1 + d], inputs[1 + d:]
             parts = 'next_hidden', 'kl', 'ce'
-            return torch.stack(module(parts, targets, weights, weights, h, predicted, logits, further))
+            return torch.stack([*module(parts, targets, weights, weights, h, predicted, logits, further).values()])
         results, inputs = [], (*logits, *h) if d else logits[:1]
         for side in (module, compiled):
             with torch.no_grad():

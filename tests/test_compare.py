@@ -112,8 +112,8 @@ def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
 
 @pytest.mark.parametrize('arguments, sentence', [
     ([], 'which models?'),
-    (['config/gpn_quick.py', 'b: config/gdn_quick.py'], "'config/gpn_quick.py' has no name"),
-    (['a: config/gpn_quick.py', 'b: config/gdn_quick.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
+    (['config/gpn_small.py', 'b: config/gdn_small.py'], "'config/gpn_small.py' has no name"),
+    (['a: config/gpn_small.py', 'b: config/gdn_small.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
 def test_models_that_cannot_be_compared_give_a_clear_error(arguments, sentence, tmp_path, trained):
     assert_sentence(run('-m', 'analysis.compare', *arguments, f'--out_dir={tmp_path}/out'), sentence)
     assert not (tmp_path / 'out').exists()

@@ -127,7 +127,7 @@ def test_sps_runs_decay_and_evaluate_like_the_official_code():
 
 
 def test_model_settings_of_a_config_file_are_dropped_for_another_model():
-    _, _, given = load_settings(train.Settings, ['config/gpn_quick.py', '--model=standard'],
+    _, _, given = load_settings(train.Settings, ['config/gpn_small.py', '--model=standard'],
                                 config_of=model_config_class)
     assert given['model'] == 'standard' and 'learning_rate' in given and 'd_emb' not in given
 

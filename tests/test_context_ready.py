@@ -1,14 +1,13 @@
 """Context-Ready against its paper: eq. 1 to 5, Lemma 1, BPTT, and conversion."""
 import copy
 import csv
-import importlib
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, rotary_attention, run, succeeded, train_tiny
-from test_models import from_config_file
+from test_models import paper_model, paper_settings
 from torch.utils.flop_counter import FlopCounterMode
 
 import analysis.context_ready
@@ -17,9 +16,11 @@ import model_context_ready
 import model_standard
 from common import runs
 from data import open_data
+from reproduce.context_ready import ROWS, TABLES, commands
 from scans import context_ready as fast
 
 EOS = 59
+OWN = {*model_context_ready.Config.__dataclass_fields__}
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_ids=60)
 CORRECTIONS = ['add', 'concat', 'token_blind', 'tied', 'block_head']
 LAYOUTS = [dict(), dict(eos_id=EOS), dict(window=3), dict(eos_id=EOS, window=0)]
@@ -168,7 +169,7 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
         cache = model.new_cache(3, 16)
         want = torch.stack([model.extend(idx[:, t:t + 1], cache) for t in range(16)], 1)[..., :60]
         e, _, starts, _ = model.prepare(idx)
-        zs = [z for _, z in zip(range(17), model.iterates(idx))]
+        zs = list(model.iterates(idx, 17))
         logits = [model.head(model.head_input(z))[..., :60] for z in zs]
         corrections = [model.correct(z.roll(1, 1), e, starts) for z in zs]
     assert (logits[-1] - want).abs().max() < 1e-4
@@ -334,7 +335,7 @@ def test_a_converted_model_has_the_logits_of_its_source(variant, block):
 
 @pytest.mark.slow
 def test_compiled_unrolls_end_when_attention_is_in_the_graph(monkeypatch):
-    """Compiled code runs a generator to its end, but the generator of unrolls is infinite."""
+    """Compiled code may run a generator to its end."""
     def make_mask(model, T, device, doc_start):
         q, k = attn_kernels.sequence(T, (0,), device, doc_start), attn_kernels.sequence(T, (0,), device)
         return attn_kernels.dense_mask(model, model.sees, q, k)
@@ -348,7 +349,7 @@ def test_compiled_unrolls_end_when_attention_is_in_the_graph(monkeypatch):
 # ---- sizes and costs ----
 
 def test_six_blocks_of_446_take_the_15_9_million_multiply_adds_of_table_A12():
-    model = from_config_file('context_ready/wiki_d6_c446')
+    model = paper_model('wiki_d6_c446')
     assert (model.config.n_layer, model.config.n_head, model.config.n_embd) == (6, 1, 446)
     matrices = [p for p in [*model.blocks.parameters(), *model.correction.parameters()] if p.dim() == 2]
     assert round(sum(p.numel() for p in matrices) / 1e6, 1) == 15.9
@@ -371,7 +372,7 @@ def test_contraction_estimates_equal_the_formula():
     found = analysis.context_ready.contraction(torch.cat(moves, 1))
     with torch.no_grad():
         e, _, starts, _ = model.prepare(idx)
-        zs = [z for _, z in zip(range(4), model.iterates(idx))]
+        zs = list(model.iterates(idx, 4))
         second, third, fourth = [model.correct(F.pad(z, (0, 0, 1, 0))[:, :-1], e, starts) for z in zs[1:]]
     # the first two positions are exact
     after, before = ((a - b)[:, 2:].norm(dim=-1) for a, b in ((fourth, third), (third, second)))
@@ -405,12 +406,31 @@ def test_costs_equal_the_flops_and_the_cache_of_one_token(values, monkeypatch):
     ('pointer_d1', 50_000, 64, 338, 100), ('pointer_wave', 23_000, 64, 338, 100),
     ('pointer_20_hops', 10_000, 64, 658, 100), ('owt_d1_c2048_t512', 200_000, 64, 512, 1000),
     ('owt_n6_c1088_t512', 200_000, 64, 512, 1000), ('owt_d1_c2048_t1024', 200_000, 32, 1024, 1000)])
-def test_configs_have_the_papers_steps_and_batches(name, steps, batch_size, T, warmup):
-    config = importlib.import_module(f'config.context_ready.{name}')
-    assert (config.batch_size, config.block_size) == (batch_size, T)
-    assert (config.max_tokens, config.warmup_tokens) == (steps * batch_size * T, warmup * batch_size * T)
+def test_rows_have_the_papers_steps_and_batches(name, steps, batch_size, T, warmup):
+    config = paper_settings(name)
+    assert (config['batch_size'], config['block_size']) == (batch_size, T)
+    assert (config['max_tokens'], config['warmup_tokens']) == (steps * batch_size * T, warmup * batch_size * T)
     if name.startswith('pointer'):
-        assert open_data(config.data).n_windows('val', T) == 256  # raises if rows have another length
+        assert open_data(config['data']).n_windows('val', T) == 256  # raises if rows have another length
+
+
+def test_every_row_of_a_table_trains_after_the_run_it_continues():
+    """All settings of a row exist. Commands after training name all runs of the table."""
+    seen = set()
+    for table in TABLES:
+        trained, after = [], []
+        for command in commands(table):
+            if command.startswith('train.py'):
+                row = command.split('--out_dir=out/')[1].split()[0]
+                values = paper_settings(row)
+                model_context_ready.Config(**{name: values[name] for name in OWN & values.keys()})
+                assert {values.get('init_from'), values.get('extend')} <= {None, *trained}, row
+                trained.append(values['out_dir'])
+            else:
+                after.append(command)
+        assert after and all(f'{run} ' in command for run in trained for command in after), table
+        seen |= {*trained}
+    assert seen == {f'out/{row}' for row in ROWS}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import random_model, saved_bytes
-from test_models import from_config_file, some_tokens
+from test_models import paper_model, some_tokens
 
 import model_gdn as G
 from scans import gdn
@@ -170,7 +170,7 @@ def test_the_model_equals_the_papers_equations(form, eos_id):
 # ---- sizes ----
 
 def test_the_papers_state_has_1_97_million_numbers_in_fp32():
-    model = from_config_file('gpn/gdn_130m').to(torch.bfloat16)
+    model = paper_model('gpn/gdn_130m').to(torch.bfloat16)
     cache = model.new_cache(1, 2048, device='meta')
     assert cache.memory.numel() == 1_966_080 and cache.memory.dtype == torch.float32 and model.config.n_ffn == 1472
     assert model.head.weight is not model.embed.weight

@@ -13,7 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_kernels
 import model_standard
+import train
 from common import machine, models, settings
+from reproduce.context_ready import ROWS, training
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling=(8, 1, 4, 8))
@@ -87,9 +89,15 @@ def small_model(name, values):
     return module.Model(module.Config(**{key: value for key, value in SMALL.items() if key in own} | values))
 
 
-def from_config_file(path):
-    """Build the model of a config file on the meta device."""
-    values = settings.read_config_file(f'config/{path}.py')
+def paper_settings(name):
+    """Return the settings of a config file, or of a row of reproduce/context_ready.py."""
+    argv = training(name).split()[1:] if name in ROWS else [f'config/{name}.py']
+    return settings.load_settings(train.Settings, argv, config_of=lambda model: models.model_file(model).Config)[2]
+
+
+def paper_model(name):
+    """Build the model of `paper_settings` on the meta device."""
+    values = paper_settings(name)
     module = models.model_file(values.get('model', 'standard'))
     names = module.Config.__dataclass_fields__
     with torch.device('meta'):
@@ -376,11 +384,11 @@ def test_sampled_queries_give_the_mean_number_of_keys(T, window):
     ('nextlat/fineweb_mtp_d1', 1370), ('nextlat/fineweb_mtp_d2', 1420), ('nextlat/fineweb_mtp_d8', 1720),
     ('nextlat/fineweb_jtp_d1', 1340), ('nextlat/fineweb_jtp_d8', 1340), ('nextlat/fineweb_bst', 2570),
     ('gpn/gpn_130m', 129.2), ('gpn/gpn_2l', 132.8), ('gpn/gpn_nomem', 130.5), ('gpn/gpn_50m_bias', 50.2),
-    ('gpn/gpn_50m_memory_bias', 49.8), ('gpn/gdn_130m', 130.5), ('context_ready/owt_d1_c2048', 215),
-    ('context_ready/owt_d5_c1120', 157), ('context_ready/owt_n6_c1088', 155), ('context_ready/owt_n12_c768', 134)])
+    ('gpn/gpn_50m_memory_bias', 49.8), ('gpn/gdn_130m', 130.5),
+    ('owt_d1_c2048', 215), ('owt_d5_c1120', 157), ('owt_n6_c1088', 155), ('owt_n12_c768', 134)])
 def test_parameter_counts_match_the_papers(path, millions):
     digits = 1 if isinstance(millions, float) else -1 if millions % 10 == 0 and path.startswith('nextlat') else 0
-    found = sum(p.numel() for p in from_config_file(path).parameters()) / 1e6
+    found = sum(p.numel() for p in paper_model(path).parameters()) / 1e6
     assert round(found, digits) == millions
 
 

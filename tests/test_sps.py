@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import rotary_attention
-from test_models import from_config_file, small_model, some_tokens
+from test_models import paper_model, small_model, some_tokens
 
 import model_sps
 import model_standard
@@ -108,7 +108,7 @@ def test_logits_and_gradients_equal_the_interleaved_definition(method, window, d
 def test_every_method_has_exactly_the_parameters_of_standard(scale):
     paths = [f'standard_{scale}', f'sps_{scale}', *(f'sps/{name}_{scale}' for name in (
         'two_x_memory', 'delayed_state', 'reverse_sps'))]
-    models = {path: from_config_file(path) for path in paths}
+    models = {path: paper_model(path) for path in paths}
     want, *shapes = ({name: p.shape for name, p in model.named_parameters()} for model in models.values())
     assert all(shape == want for shape in shapes)
     assert all(model.config.method in path for path, model in models.items() if path != paths[0])

@@ -1,5 +1,5 @@
 # GPN+M (0.3M), small enough to train edited equations with `Model.loop` (edits/).
-from config.gpn_quick import *
+from config.gpn_small import *
 
 n_embd = 128
 d_emb = 64

@@ -1,5 +1,5 @@
-# Gated DeltaNet (1.0M), to compare with gpn_quick: the same data and number of tokens.
-from config.gpn_quick import (
+# Transformer (1.0M), to compare with gpn_small: the same data and number of tokens.
+from config.gpn_small import (
     batch_size,
     block_size,
     data,
@@ -13,10 +13,8 @@ from config.gpn_quick import (
     warmup_tokens,
 )
 
-model = 'gdn'
+model = 'standard'
 n_layer = 4
-n_embd = 128
 n_head = 4
-d_k = 32
-d_v = 64
-n_ffn = 248
+n_embd = 136
+init = 'torch'  # as in gpn_transformer

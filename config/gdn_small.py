@@ -1,5 +1,5 @@
-# Transformer (1.0M), to compare with gpn_quick: the same data and number of tokens.
-from config.gpn_quick import (
+# Gated DeltaNet (1.0M), to compare with gpn_small: the same data and number of tokens.
+from config.gpn_small import (
     batch_size,
     block_size,
     data,
@@ -13,8 +13,10 @@ from config.gpn_quick import (
     warmup_tokens,
 )
 
-model = 'standard'
+model = 'gdn'
 n_layer = 4
+n_embd = 128
 n_head = 4
-n_embd = 136
-init = 'torch'  # as in gpn_transformer
+d_k = 32
+d_v = 64
+n_ffn = 248

@@ -1,8 +1,0 @@
-# N = 12 to D = 12, C = 1024: table A11, 50,000 further steps. Guesses: batch 32, K = 5.
-from config.context_ready.owt_large import *
-
-n_layer = 12
-n_embd = 1024
-init_from = 'out/owt_n12_c1024'
-seed = 1338  # other batches than those init_from was trained on
-max_tokens = 50_000 * 32 * 256

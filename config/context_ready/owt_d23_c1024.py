@@ -1,5 +1,0 @@
-# D = 23, C = 1024: tables 2, 6 and A8. Batch 32 is a guess.
-from config.context_ready.owt_large import *
-
-n_layer = 23
-n_embd = 1024

@@ -1,4 +1,0 @@
-# Roformer N = 2, C = 1024: table 3, with as many tokens as its Context-Ready counterpart.
-from config.context_ready.owt_d2_c1024_t64 import *
-
-K = 1

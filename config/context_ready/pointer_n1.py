@@ -1,7 +1,0 @@
-# Pointer chasing, Roformer N = 1: table 5.
-from config.context_ready.pointer_d1 import *
-
-n_layer = 1
-K = 1
-bptt = False
-prefill = 'parallel'

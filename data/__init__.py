@@ -35,7 +35,7 @@ def open_data(name) -> Data | Generated:
                 remove(leftover)
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
-                from data.tokenizers import load_tokenizer  # imported late: data.tokenizers can be run with -m
+                from data.tokenizers import load_tokenizer
                 from data.writing import write_data
                 write_data(folder, load_tokenizer('byte'), documents)
     return Data(folder)

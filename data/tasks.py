@@ -29,7 +29,7 @@ from common.files import UserError
 from common.settings import Text, make_settings
 from data.shards import shuffled
 
-NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizer_files', 'tokenizers', 'writing'}  # not data
+NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizer_files', 'tokenizers', 'train_tokenizer', 'writing'}  # not data
 MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
 
 # ---- tasks by name ----

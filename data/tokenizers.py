@@ -1,20 +1,12 @@
-"""Tokenizers by name or file: read `load_tokenizer` first.
-
-    python -m data.tokenizers 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json   train a BPE
-
-Texts are .txt files or records with a field `text`. --split_at='<|endoftext|>' keeps that marker of
-a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=bpe16k.json.
-"""
+"""Tokenizers by name or file: read `load_tokenizer` first."""
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
-from common.files import UserError, friendly_errors, sha256, write_file, write_json
-from common.settings import check_ranges, load_settings
+from common.files import UserError, sha256, write_file, write_json
 from data.tasks import make_task, task_class
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # last: a folder
@@ -139,46 +131,3 @@ def symbol_pattern(symbols: list[str]) -> str:
 def padded_vocab(n_ids: int) -> int:
     """Return the number of embedding rows: n_ids + <predict>, rounded up to a multiple of 64."""
     return (n_ids // 64 + 1) * 64
-
-
-# ---- training one ----
-
-@dataclass
-class Settings:
-    vocab_size: int = 32000  # number of ids, including the 256 bytes and eos
-    out: str = 'tokenizer.json'  # output file
-    split_at: str | None = None  # text that separates documents in a .txt file, as in prepare_fineweb.py
-
-
-def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
-    """Train a byte-level BPE. Returns a tokenizer.json as text; id 0, <|endoftext|>, is eos.
-
-    The result has fewer than vocab_size ids if the texts have too few pairs.
-    """
-    from tokenizers import ByteLevelBPETokenizer
-
-    from data.tokenizer_files import EOS_NAMES
-    fast = ByteLevelBPETokenizer()
-    fast.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS_NAMES[0]])
-    return fast.to_str(pretty=True)
-
-
-def main(argv: list[str] | None = None) -> None:
-    from data.sources import TEXTS, open_source
-    with friendly_errors(argv):
-        s, names, _ = load_settings(Settings, argv)
-        check_ranges(s, vocab_size=(257, 10 ** 6))
-        if not names:
-            raise UserError("no texts given. Usage: python -m data.tokenizers 'texts/*.txt' --vocab_size=16000")
-        if Path(s.out).exists():
-            raise UserError(f'{s.out} already exists: choose another --out')
-        of_texts = SimpleNamespace(**vars(TEXTS) | {'split_at': s.split_at})
-        batches = (batch for name in names for _, batch in open_source(name, of_texts)[0](None))
-        texts = (found[2] for batch in batches for found in batch if found)  # a long text takes 80x its size in RAM
-        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))
-        write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
-        print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
-
-
-if __name__ == '__main__':
-    main()

@@ -9,7 +9,8 @@ from conftest import config_json, run, succeeded, train_tiny
 import eval as judge
 from common.interface import load
 from data import Data
-from data.tokenizers import load_tokenizer, train_tokenizer
+from data.tokenizers import load_tokenizer
+from data.train_tokenizer import train_tokenizer
 
 TEXTS = [f'a text of {i} words and more of them' for i in range(60)]
 

@@ -9,7 +9,8 @@ from conftest import MODELS, ROOT, make_run, run, saved_bytes, succeeded
 import model_standard
 from common import checkpoint, export, families, import_hf, models, runs
 from common.scoring import Scorer
-from data.tokenizers import load_tokenizer, train_tokenizer
+from data.tokenizers import load_tokenizer
+from data.train_tokenizer import train_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]
 transformers = pytest.importorskip('transformers')

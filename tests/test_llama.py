@@ -12,7 +12,8 @@ from common import export, families, import_hf, runs
 from common.decoding import generate
 from common.files import UserError
 from common.scoring import Scorer
-from data.tokenizers import load_tokenizer, train_tokenizer
+from data.tokenizers import load_tokenizer
+from data.train_tokenizer import train_tokenizer
 
 SMALL = dict(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
              num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=256, pad_token_id=None)

@@ -11,7 +11,8 @@ from common import runs
 from common.files import UserError
 from common.interface import load_draft
 from data import Data, writing
-from data.tokenizers import copy_tokenizer, encode_robustly, load_tokenizer, tokenizer_digest, train_tokenizer
+from data.tokenizers import copy_tokenizer, encode_robustly, load_tokenizer, tokenizer_digest
+from data.train_tokenizer import train_tokenizer
 from data.writing import document_ids, write_data
 
 TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40
@@ -94,7 +95,7 @@ def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
     text = 'Träume aus Glas, dreams of glass, 夢. ' * 20 + ' '.join(f'word{i}' for i in range(200))
     (tmp_path / 'a.jsonl').write_text(json.dumps({'text': text}) + '\n{"text": null}\n{"text": "\\ud800x"}\n')
     (tmp_path / 'b.txt').write_text(text)
-    train = 'data.tokenizers', tmp_path / 'a.jsonl', tmp_path / 'b.txt', '--vocab_size=300'
+    train = 'data.train_tokenizer', tmp_path / 'a.jsonl', tmp_path / 'b.txt', '--vocab_size=300'
     result = run('-m', *train, f'--out={tmp_path}/bpe.json')
     assert result.returncode == 0 and 'has 300 ids' in result.stdout, result.stderr
     tokenizer = load_tokenizer(tmp_path / 'bpe.json')
@@ -107,7 +108,7 @@ def test_a_marker_between_documents_is_not_learned(tmp_path):
     (tmp_path / 'stories.txt').write_text('a story\n<|endoftext|>\nanother one\n<|endoftext|>\n' * 30)
     for name, options, is_learned in (('whole', [], True), ('split', ['--split_at=<|endoftext|>'], False)):
         file = tmp_path / f'{name}.json'
-        succeeded(run('-m', 'data.tokenizers', tmp_path / 'stories.txt', '--vocab_size=300', *options, f'--out={file}'))
+        succeeded(run('-m', 'data.train_tokenizer', tmp_path / 'stories.txt', '--vocab_size=300', *options, f'--out={file}'))
         assert ('endoftext' in json.loads(file.read_text())['model']['vocab']) == is_learned
 
 

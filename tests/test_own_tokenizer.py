@@ -108,7 +108,8 @@ def test_a_marker_between_documents_is_not_learned(tmp_path):
     (tmp_path / 'stories.txt').write_text('a story\n<|endoftext|>\nanother one\n<|endoftext|>\n' * 30)
     for name, options, is_learned in (('whole', [], True), ('split', ['--split_at=<|endoftext|>'], False)):
         file = tmp_path / f'{name}.json'
-        succeeded(run('-m', 'data.train_tokenizer', tmp_path / 'stories.txt', '--vocab_size=300', *options, f'--out={file}'))
+        succeeded(run('-m', 'data.train_tokenizer', tmp_path / 'stories.txt', '--vocab_size=300', *options,
+                      f'--out={file}'))
         assert ('endoftext' in json.loads(file.read_text())['model']['vocab']) == is_learned
 
 

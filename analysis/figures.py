@@ -519,7 +519,8 @@ def draw_band(axes, x: list, points: list[dict], **style):
 def number_log_axis(axis, lowest: float, highest: float) -> None:
     """Add tick labels to a log axis. By default only powers of ten have labels."""
     from matplotlib import ticker
-    axis.set_major_locator(ticker.MaxNLocator(6) if highest < 10 * lowest else ticker.LogLocator(subs=(1, 2, 5)))
+    subs = (1, 2, 5) if highest < 300 * lowest else (1,)
+    axis.set_major_locator(ticker.MaxNLocator(6) if highest < 10 * lowest else ticker.LogLocator(subs=subs))
     axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f'{x:g}'))
     axis.set_minor_locator(ticker.NullLocator())
 

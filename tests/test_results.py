@@ -307,6 +307,13 @@ def test_every_number_of_the_results_page_follows_from_the_files():
 
 # ---- measurements on the other pages ----
 
+def test_readme_says_what_the_results_page_says():
+    def papers(page):
+        rows = re.findall(r'^\| \[([\w-]+)\]\([^)]*\) \| (.*) \| (.*) \|$', (ROOT / page).read_text(), re.MULTILINE)
+        return [row for row in rows if row[0] in ('SPS', 'Context-Ready', 'NextLat', 'GPN')]
+    assert len(papers('README.md')) == 4 and papers('README.md') == papers('RESULTS.md')
+
+
 def test_speeds_of_training_and_decoding_follow_from_the_files():
     readme, sps, terms = Page('README.md'), Page('docs/sps.md'), 'time over standard'
     for short, dtype in (('bf16', 'bfloat16'), ('fp32', 'float32')):

@@ -1,0 +1,34 @@
+"""Print the commands of the tables and figures of the GPN paper, or run them.
+
+    python reproduce/gpn.py                  all of them
+    python reproduce/gpn.py table1 --run     run the commands of a table, or resume them
+    python reproduce/gpn.py --gpus=8         all, under torchrun
+
+docs/gpn.md shows how to get the tokenizer. `data` tokenizes FineWeb-Edu for the others.
+`ablations` is ours: each edit changes one equation of GPN.
+"""
+from commands import main, runs, train
+
+ROWS = 'gpn_130m', 'gpn_2l', 'gpn_nomem', 'gpn_transformer', 'gdn_130m'
+BIASES = [(name, bias) for name in ('gpn_50m_bias', 'gpn_50m_memory_bias') for bias in (True, False)]
+ABLATION = 'config/gpn/gpn_ablation.py --compile=True --learning_rate=6.75e-3'
+EDITS = {'gate at 1': 'gate_at_one', 'prediction not carried': 'prediction_not_carried',
+         'key from s^g_t': 'key_from_this_state', 'no write gate': 'no_write_gate', 'no decay': 'no_decay'}
+
+TABLES = {
+    'data': ['python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos --shuffle=200_000'
+             ' --max_tokens=2.8e9 --out_dir=data/built/fineweb_edu_llama2'],  # bos and eos around each document
+    'table1': [*(train(f'gpn/{name}') for name in ROWS), f'python eval.py {runs(*ROWS)} --val --paper=gpn',
+               f'python eval.py {runs(*ROWS)} --paper=gpn --bos=False',
+               f'python -m analysis.tables {runs(*ROWS)} --paper=gpn --out=out/table_1'],
+    # The paper tests a bias without memory only.
+    'section7.2': [command for name, bias in BIASES for command in (
+        train(f'gpn/{name}', f'--decoder_bias={bias}', f'{name}_{bias}'),
+        f'python -m analysis.gpn_state out/{name}_{bias} --out=out/state_{name}_{bias}')],
+    # 8 x 2,048 states; also the numbers of section 7
+    'figures4and5': [train('gpn/gpn_130m'), 'python -m analysis.gpn_state out/gpn_130m --out=out/state'],
+    'ablations': [f'python -m analysis.compare --seeds=3 --out_dir=out/gpn_ablations "GPN: {ABLATION}" '
+                  + ' '.join(f'"{label}: {ABLATION} --model=gpn_{edit}"' for label, edit in EDITS.items())]}
+
+if __name__ == '__main__':
+    main(__doc__, TABLES)

@@ -5,7 +5,8 @@
     python reproduce/sps.py figure4 --run    run its commands, or resume them
     python reproduce/sps.py --gpus=8         all, under torchrun
 
-docs/sps.md shows how to prepare FineWeb-Edu, and what we had to choose.
+docs/sps.md shows how to prepare FineWeb-Edu, and what we had to choose. `forks` is ours: it
+compares variants beyond the paper on a CPU.
 """
 from commands import main, runs, train
 
@@ -17,6 +18,9 @@ ALL = [f'{method}_{size}' for size in SIZES for method in COMPARED]
 LONG = 'python train.py --extend=out/standard_xl --max_tokens=100e9 --out_dir=out/standard_xl_100b'
 SWEEP = {f'{method}_s_w{w}': (f'{METHODS[method]}_s', f'--window={w}')
          for w in (0, 16, 256) for method in ('sps', 'delayed_state', 'reverse_sps')}  # run: config, settings
+SMALL = 'config/quickstart.py --n_layer=4 --n_embd=128 --n_head=4 --learning_rate=1.35e-3 --sample_tokens=0'
+FORKS = {'Standard': '--model=standard', 'SPS': '', 'fork, top 1': '--predict_input=state --predict_layers=1',
+         'fork, top 2': '--predict_input=state --predict_layers=2', 'from the token': '--predict_input=token'}
 SEEDS = {f'{method}_s_10b_{seed}': (f'{METHODS[method]}_s', f'--max_tokens=10e9 --eval_interval=51 --seed={seed}')
          for seed in (1337, 0, 1) for method in COMPARED}
 
@@ -49,7 +53,9 @@ TABLES = {
                 ' --dtype=auto --batch_size=32',
                 f'python -m analysis.restricted_state {runs("sps_s", "delayed_state_s")} --dtype=auto'],
     'figure6': [*(train(*values, name) for name, values in SEEDS.items()),
-                f'python -m analysis.seeds {runs(*SEEDS)} --out=out/seeds']}
+                f'python -m analysis.seeds {runs(*SEEDS)} --out=out/seeds'],
+    'forks': ['python -m analysis.compare --seeds=3 --max_tokens=1_500_000 --out_dir=out/forks '
+              + ' '.join(f'"{label}: {SMALL} {settings}"' for label, settings in FORKS.items())]}
 
 if __name__ == '__main__':
     main(__doc__, TABLES)

@@ -335,8 +335,8 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
         return short / default
     idle = [100 * (1 - slept(f'{what}_tokens_per_s', None)) for what in ('training', 'decoding_bfloat16')]
     Page('docs/runs.md').says(
-        'training is then {:.1f} times as fast as by default. On an idle machine, it is {:.0f}% slower, and bf16 decoding '
-        '{:.0f}% slower', slept('training_tokens_per_s', 'a busy program'), *idle)
+        'training is then {:.1f} times as fast as by default. On an idle machine, it is {:.0f}% slower, and bf16 '
+        'decoding {:.0f}% slower', slept('training_tokens_per_s', 'a busy program'), *idle)
     Page('docs/evaluation.md').says('runs {:.0f} times (fp32) and {:.0f} times (bf16) as fast',
                                     *(row['ratio'] for row in measured('evaluation_cpu.json')['rows']))
 

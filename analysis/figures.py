@@ -24,7 +24,7 @@ from common.settings import load_settings, make_settings
 from data.shards import Data
 from train import Settings as TrainSettings
 
-# settings that are ignored when runs are grouped and labelled
+# settings that are ignored when runs are grouped and labeled
 IGNORED = MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
@@ -290,7 +290,7 @@ def map_readable(items: Iterable, function: Callable) -> dict:
 
 
 def curves_of(runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset(), labels: str | None = None) -> dict:
-    """Return {label: curve_of(runs of that label)}, with runs grouped and labelled by `group`.
+    """Return {label: curve_of(runs of that label)}, with runs grouped and labeled by `group`.
 
     Prints differing settings that are not in the labels, and errors of runs that it skips.
     """

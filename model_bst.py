@@ -130,7 +130,7 @@ class Model(nn.Module):
             self._init_weights(module)
 
     def _init_weights(self, module):
-        """Initialise every matrix in `module`. Set other values afterwards."""
+        """Initialize every matrix in `module`. Set other values afterwards."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0

@@ -201,7 +201,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
-        # Initialises every matrix and bias: set other initial values after this loop.
+        # Initializes every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # no scaling with depth (official code)
                 nn.init.normal_(p, std=c.init_std)

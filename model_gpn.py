@@ -65,7 +65,7 @@ class Config:
 
 
 def init_linear(weight):
-    """Initialise weight (outputs, inputs) as JAX's lecun_normal, a normal truncated at two sigma.
+    """Initialize weight (outputs, inputs) as JAX's lecun_normal, a normal truncated at two sigma.
 
     It is scaled up to offset the truncation: the standard deviation is 1 / sqrt(inputs).
     """
@@ -104,7 +104,7 @@ class Write(nn.Module):
         self.beta = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_beta, eq. 9
         self.decay = nn.Linear(c.n_embd, c.n_head, bias=False)  # W_a, eq. 9
         rate = torch.empty(c.n_head).uniform_(0, 16).clamp(min=1e-8)
-        self.log_rate = nn.Parameter(rate.log())  # A in eq. 9; initialised as in Gated DeltaNet
+        self.log_rate = nn.Parameter(rate.log())  # A in eq. 9; initialized as in Gated DeltaNet
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt, as in Gated DeltaNet
 
@@ -178,7 +178,7 @@ class Model(nn.Module):
         self.fast = pinned is not None and pinned(self, gpn) is not None  # use scans/gpn.py where it can run
 
     def init_weights(self):
-        """Initialise all weights as in the official code."""
+        """Initialize all weights as in the official code."""
         for name, p in self.named_parameters():
             if name.endswith(('.bias', 'ground_gate.weight', '.gate.weight', 'ffn_out.weight')):
                 nn.init.zeros_(p)

@@ -116,7 +116,7 @@ class Model(nn.Module):
         self._init_weights(self.fetch)
 
     def _init_weights(self, module):
-        """Initialise every matrix in `module`. Set other values afterwards."""
+        """Initialize every matrix in `module`. Set other values afterwards."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -127,7 +127,7 @@ class Model(nn.Module):
         return (k.pos <= q.pos) & (k.pos >= q.doc_start)
 
     def _run_blocks(self, idx, rope, mask, cache=None):
-        """Return the final normalised hidden states. idx: (B, T) -> (B, T, C)."""
+        """Return the final normalized hidden states. idx: (B, T) -> (B, T, C)."""
         h = self.embed(idx)
         for block in self.blocks:
             h = block(h, rope, mask, cache)

@@ -8,7 +8,7 @@ the token x_{t+1}; the Transformer itself is unchanged. p_psi also drafts for sp
 applied to its own output, it proposes any number of tokens without running the Transformer.
 
 Read `Model.forward` and `Model._losses`, then `draft`. The baselines MTP, JTP and BST have their
-own files. All initialise the Transformer first, so the same seed gives it the same weights.
+own files. All initialize the Transformer first, so the same seed gives it the same weights.
 
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads of size D    F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
@@ -176,7 +176,7 @@ class Model(nn.Module):
             self._init_weights(self.dynamics)
 
     def _init_weights(self, module):
-        """Initialise every matrix and bias in `module`. Set other values afterwards."""
+        """Initialize every matrix and bias in `module`. Set other values afterwards."""
         for name, p in module.named_parameters():
             if p.dim() >= 2:  # as in model_standard, only the attention output is scaled down with depth
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -189,7 +189,7 @@ class Model(nn.Module):
         return (k.pos <= q.pos) & (k.pos >= q.doc_start)
 
     def _run_blocks(self, idx, rope, mask, cache=None):
-        """Return the final normalised hidden states. idx: (B, T) -> (B, T, C)."""
+        """Return the final normalized hidden states. idx: (B, T) -> (B, T, C)."""
         h = self.embed(idx)
         for block in self.blocks:
             h = block(h, rope, mask, cache)

@@ -151,7 +151,7 @@ class Model(nn.Module):
         if config.tied_head:
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(config.vocab_size, None if config.pad_rows_in_loss else config.n_ids)
-        # Initialises every matrix and bias: set other initial values after this loop.
+        # Initializes every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # official SPS code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
@@ -175,7 +175,7 @@ class Model(nn.Module):
         return keys, self.output if layer == self.config.n_layer - 1 else keys
 
     def _run_blocks(self, idx, rope, masks, cache=None):
-        """Return the final normalised hidden states of the output stream. idx: (B, T) -> (B, T, C).
+        """Return the final normalized hidden states of the output stream. idx: (B, T) -> (B, T, C).
 
         rope: cos, sin for the positions of [x | rho]; masks: {streams of a layer: mask}.
         """

@@ -106,10 +106,10 @@ class Model(nn.Module):
         if config.tied_head:
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(config.vocab_size, None if config.pad_rows_in_loss else config.n_ids)
-        # Initialises every matrix and bias: set other initial values after this loop.
+        # Initializes every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if config.init == 'torch' and not name.startswith('embed.'):
-                continue  # keeps nn.Linear's initialisation
+                continue  # keeps nn.Linear's initialization
             if p.dim() >= 2:  # official SPS code: only the attention output is scaled down with depth
                 scale = (2 * config.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=config.init_std * scale)
@@ -121,7 +121,7 @@ class Model(nn.Module):
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
     def _run_blocks(self, idx, rope, mask, cache=None):
-        """Return the final normalised hidden states. idx: (B, T) -> (B, T, C)."""
+        """Return the final normalized hidden states. idx: (B, T) -> (B, T, C)."""
         h = self.embed(idx)
         for block in self.blocks:
             h = block(h, rope, mask, cache)

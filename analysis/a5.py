@@ -55,7 +55,7 @@ def plot(rows: list[dict]):
     for label, line, style in figures.styled(figures.by_label(rows)):
         figures.draw_band(axes, [row['position'] for row in line], line, label=label, **style)
     for length in {row['trained'] for row in rows}:
-        axes.axvline(length, color='grey', linestyle=':', label=f'word length in training: {length}')
+        axes.axvline(length, color='gray', linestyle=':', label=f'word length in training: {length}')
     axes.set(xlabel='position in the word, elements read', ylabel='accuracy (fraction of words)', ylim=(0, 1.02))
     figure.legend(loc='outside right center', title=figures.BAND)
     return figure

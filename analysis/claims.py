@@ -110,7 +110,7 @@ def later_gradient(run) -> dict[str, float]:
 
 def unrolls(run) -> dict[str, float]:
     """Return L and how much of the gap K = 3 closes, from `analysis.context_ready`."""
-    row = context_ready.analyse(run, context_ready.Settings(tokens=32_768))
+    row = context_ready.analyze(run, context_ready.Settings(tokens=32_768))
     gap = row['K=1'] - row['K=5']
     return {'contraction L, windows pooled': nan if row['L_pooled'] == '' else row['L_pooled'],
             'gap in perplexity that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
@@ -125,7 +125,7 @@ def drafts(run) -> dict[str, float]:
 
 def gpn_states(run) -> dict[str, float]:
     """Return statistics of `analysis.gpn_state`, from eight batches of eight validation windows."""
-    rows = gpn_state.analyse(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
+    rows = gpn_state.analyze(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
     return {name: number for part, name, _, number in rows if part == 'mean direction'}
 
 

@@ -74,7 +74,7 @@ def contraction(moves):
     return {name: round(float(value), 3) for name, value in zip(ESTIMATES, values)}
 
 
-def analyse(run, s):
+def analyze(run, s):
     """Return the row of a run in the table."""
     model, record, data = figures.load_model_and_data(run, s)
     figures.require(model, run, 'prepare', 'iterates', 'correct', 'stream', 'nll')
@@ -128,7 +128,7 @@ def plot(rows, names):
 def main(argv=None):
     with figures.runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
         names = figures.run_names(runs, s.labels)
-        rows = [analyse(run, s) for run in runs]
+        rows = [analyze(run, s) for run in runs]
         for row in rows:
             print('  '.join(f'{k} {v}' for k, v in row.items()))
         figures.write_figure(s.out, runs, 'context_ready', rows, plot(rows, names))

@@ -24,7 +24,7 @@ from common.settings import load_settings, make_settings
 from data.shards import Data
 from train import Settings as TrainSettings
 
-# settings that are ignored when runs are grouped and labelled
+# settings that are ignored when runs are grouped and labeled
 IGNORED = MAY_CHANGE | {'seed', 'extend', 'model', 'method', 'vocab_size', 'n_ids', 'eos_id'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
@@ -291,7 +291,7 @@ def map_readable(items: Iterable, function: Callable) -> dict:
 
 
 def curves_of(runs: list[str], curve_of: Callable, ignored: Set[str] = frozenset(), labels: str | None = None) -> dict:
-    """Return {label: curve_of(runs of that label)}, with runs grouped and labelled by `group`.
+    """Return {label: curve_of(runs of that label)}, with runs grouped and labeled by `group`.
 
     Prints differing settings that are not in the labels, and errors of runs that it skips.
     """
@@ -520,7 +520,8 @@ def draw_band(axes, x: list, points: list[dict], **style):
 def number_log_axis(axis, lowest: float, highest: float) -> None:
     """Add tick labels to a log axis. By default only powers of ten have labels."""
     from matplotlib import ticker
-    axis.set_major_locator(ticker.MaxNLocator(6) if highest < 10 * lowest else ticker.LogLocator(subs=(1, 2, 5)))
+    subs = (1, 2, 5) if highest < 300 * lowest else (1,)
+    axis.set_major_locator(ticker.MaxNLocator(6) if highest < 10 * lowest else ticker.LogLocator(subs=subs))
     axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f'{x:g}'))
     axis.set_minor_locator(ticker.NullLocator())
 

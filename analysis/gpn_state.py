@@ -68,13 +68,13 @@ def geometry(x):
     """
     x = x.double()
     mean, norms = x.mean(0), x.norm(dim=-1)
-    centred = x - mean
-    deviation, covariance = centred.std(0), centred.T @ centred / len(x)
+    centered = x - mean
+    deviation, covariance = centered.std(0), centered.T @ centered / len(x)
     variance, components = torch.linalg.eigh(covariance)
     variance = variance.flip(0).clamp(min=0)
     share = variance.cumsum(0) / variance.sum()
-    first_centred, first = components[:, -1], torch.linalg.eigh(covariance + torch.outer(mean, mean))[1][:, -1]
-    correlation = (centred.T @ centred / (len(x) - 1)) / (deviation[:, None] * deviation).clamp(min=1e-12)
+    first_centered, first = components[:, -1], torch.linalg.eigh(covariance + torch.outer(mean, mean))[1][:, -1]
+    correlation = (centered.T @ centered / (len(x) - 1)) / (deviation[:, None] * deviation).clamp(min=1e-12)
     correlation = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)]
     off = correlation.abs()
     numbers = {
@@ -82,8 +82,8 @@ def geometry(x):
         'magnitude deviation': norms.std(),
         'mean magnitude': mean.norm(),
         'cosine of the mean with the first component': F.cosine_similarity(mean, first, 0).abs(),
-        'cosine of the mean with the first component of centred states':
-            F.cosine_similarity(mean, first_centred, 0).abs(),
+        'cosine of the mean with the first component of centered states':
+            F.cosine_similarity(mean, first_centered, 0).abs(),
         'deviation min': deviation.min(),
         'deviation max': deviation.max(),
         'dead dimensions': (deviation < 1e-3 * deviation.median()).sum(),
@@ -120,7 +120,7 @@ def lifetime(curve, lags):
 
 
 def pools(lives):
-    """Split heads into (fast, slow) at the largest ratio between neighbouring lifetimes.
+    """Split heads into (fast, slow) at the largest ratio between neighboring lifetimes.
 
     If all lifetimes are equal, all heads are slow.
     """
@@ -201,7 +201,7 @@ def measure(model, batches, unigram, show, asked_distance=None):
     rows += [('running mean', 'cosine with the mean', t, float(near[t - 1]))
              for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
     lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if 0 < k < T})
-    for name, values in zip(('raw', 'centred'), cosines(states, lags)):
+    for name, values in zip(('raw', 'centered'), cosines(states, lags)):
         rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
 
     direction = F.normalize(mean, dim=0)
@@ -277,7 +277,7 @@ def print_summary(rows):
         print(f'{name}: {"  ".join(values)}')
 
 
-def analyse(run: str, s: Settings):
+def analyze(run: str, s: Settings):
     """Return the rows of `measure` for a run."""
     model, record, data = figures.load_model_and_data(run, s)
     figures.require(model, run, 'ground_input', 'first_state', 'step')
@@ -303,7 +303,7 @@ def main(argv=None):
     with figures.runs_to_read('gpn_state RUN --out=NAME', Settings, argv) as (s, (run, *others)):
         if others:
             raise UserError(f'expected one run, got {1 + len(others)}')
-        rows = analyse(run, s)
+        rows = analyze(run, s)
         print_summary(rows)
         table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
         figures.write_figure(s.out, [run], 'gpn_state', table, plot(rows, figures.run_names([run], s.labels)[run]))

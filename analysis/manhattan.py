@@ -11,7 +11,7 @@ Prints and writes to NAME.csv, for each run:
                   has a probability above 0.01 after the other (Vafa et al., compression_test.py)
     same_way      fraction of these pairs with the same greedy continuation
     rank          effective rank of states on held-out rows: exp of the entropy of their singular
-                  values, normalised to sum 1
+                  values, normalized to sum 1
     streets       streets that sampled walks between held-out pairs need: existing and invented, and
                   existing ones not taken
 
@@ -73,7 +73,7 @@ def paths_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]
                 turns = [turn for turn in turns if turn != token] or turns
                 token = int(rng.choice(turns)) if turns else token
             path.append(token)
-            nodes[b] = int(task.neighbour[node, token]) if token < task.first_node else node
+            nodes[b] = int(task.neighbor[node, token]) if token < task.first_node else node
             tokens[b] = token
     return paths
 
@@ -87,7 +87,7 @@ def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | No
     """
     turns = []
     for _ in range(n_steps):
-        before, turn = (task.neighbour == node).nonzero()
+        before, turn = (task.neighbor == node).nonzero()
         if not len(before):
             return None
         i = rng.integers(len(before))
@@ -161,7 +161,7 @@ def possible(model, prefixes, tokens, end: int):
 # ---- effective rank ----
 
 def effective_rank(states) -> float:
-    """Return exp of the entropy of the normalised singular values of states (N, C)."""
+    """Return exp of the entropy of the normalized singular values of states (N, C)."""
     from scipy.stats import entropy
     values = torch.linalg.svdvals(states.double())
     return exp(entropy(values[values >= 1e-12]))
@@ -180,12 +180,12 @@ def layout(task) -> np.ndarray:
     """Fit positions (nodes, 2) to streets of length 1 in their directions, by least squares."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.linalg import lsqr
-    a, turn = (task.neighbour >= 0).nonzero()
+    a, turn = (task.neighbor >= 0).nonzero()
     steps = np.array([COMPASS[name] for name in task.symbols[:task.first_node]], float)[turn]
     steps /= np.linalg.norm(steps, axis=1, keepdims=True)
     n = len(a)
     entries = np.concatenate([np.ones(n), -np.ones(n)])
-    places = np.tile(np.arange(n), 2), np.concatenate([task.neighbour[a, turn], a])
+    places = np.tile(np.arange(n), 2), np.concatenate([task.neighbor[a, turn], a])
     matrix = csr_matrix((entries, places), shape=(n, len(task.nodes)))
     return np.stack([lsqr(matrix, steps[:, axis])[0] for axis in (0, 1)], 1)
 
@@ -193,7 +193,7 @@ def layout(task) -> np.ndarray:
 def follow(node: int, goal: int, turns, true: dict, used: dict, degree: Counter, max_degree: int, pending=None):
     """Follow a walk. Returns its places up to the goal, or to where a street can be invented.
 
-    true, used {(node, turn): neighbour}: existing streets, and streets used so far; degree: number
+    true, used {(node, turn): neighbor}: existing streets, and streets used so far; degree: number
     of used streets that leave each place; pending: a street (node, turn) about to be invented.
     """
     path, end, new = [node], 1, [pending] if pending else []
@@ -213,7 +213,7 @@ def follow(node: int, goal: int, turns, true: dict, used: dict, degree: Counter,
 
 
 def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
-    """Return the streets {(node, turn): neighbour} that walks use, and the number of failed walks.
+    """Return the streets {(node, turn): neighbor} that walks use, and the number of failed walks.
 
     walks: (start, goal, turns); near[node]: places that an invented street may lead to.
     """

@@ -3,7 +3,7 @@
     python -m analysis.report RUN RUN ... --out=report.html
 
 Writes one self-contained file, by default report.html beside the runs. Everything that was logged
-is drawn over tokens, FLOPs, time and steps; runs that differ only in the seed share a colour.
+is drawn over tokens, FLOPs, time and steps; runs that differ only in the seed share a color.
 Scores are from the last evaluation and from eval.py. Unreadable runs are skipped with a message.
 """
 import statistics

@@ -12,7 +12,7 @@ All models have as many parameters as Standard within 1%, including p_psi of Nex
 Standard's training FLOPs. Each model's learning rate is searched with seed 0 at equal tokens; then
 other seeds train for equal tokens, equal FLOPs and equal time (as long as Standard, at the fastest
 seed's speed). Decoding is timed for the runs with equal FLOPs. Writes RESULTS.md, shootout.csv,
-shootout.png and report.html (`analysis.report`) to out_dir.
+shootout.png, shootout_gaps.png and report.html (`analysis.report`) to out_dir.
 """
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -197,35 +197,78 @@ def markdown(rows: list[dict], s: Settings) -> str:
               'Batch size 1, after the given number of random context tokens. The models were trained on windows of '
               f'{s.block_size} tokens, so with longer contexts only times and sizes are meaningful. Bytes are the size '
               'of the cache for that context, in the dtype of the weights.', '',
-              markdown_table(decoding), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '']
+              markdown_table(decoding), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '',
+              '![loss minus that of Standard](shootout_gaps.png)', '']
     return '\n'.join(lines)
 
 
-def plot(rows: list[dict], path) -> None:
-    """Draw loss over training FLOPs (all budgets), decoding time and state size (equal FLOPs)."""
+def limit(rows: list[dict]) -> float:
+    """Return the largest |difference to Standard| to show: one model may lie far outside."""
+    ends = sorted(max(abs(r['its_low'] or r['minus_first']), abs(r['its_high'] or r['minus_first']))
+                  for r in rows if r['minus_first'] is not None)
+    return ends[-2] if len(ends) > 1 and ends[-1] > 3 * ends[-2] else ends[-1]
+
+
+def plot(rows: list[dict], path, unit: str) -> None:
+    """Draw loss over training FLOPs (all budgets), decoding time and state size (equal FLOPs).
+
+    unit: of the loss, 'nats per token'. A loss above the axis is a triangle with its value.
+    """
     length = max(CONTEXTS)
     at_equal_flops = [r for r in rows if r['equal'] == 'training FLOPs']
-    panels = [(rows, 'training TFLOPs', 'equal tokens, FLOPs and time', lambda r: r['flops'] / 1e12),
-              (at_equal_flops, f'ms per decoded token, after {length:,} tokens', 'equal training FLOPs',
+    panels = [(rows, 'training TFLOPs', 'equal tokens, FLOPs, time', lambda r: r['flops'] / 1e12),
+              (at_equal_flops, 'ms per decoded token', f'{length:,} tokens of context',
                lambda r: 1000 / r[f'tokens_per_s_{length}']),
-              (at_equal_flops, f'decoding state after {length:,} tokens, MB', 'equal training FLOPs',
+              (at_equal_flops, 'decoding state, MB', f'{length:,} tokens of context',
                lambda r: r[f'state_bytes_{length}'] / 1e6)]
-    figure, all_axes = figures.new_figure('Architectures with equal numbers of parameters', 1, 3, figsize=(14, 4.5),
-                                          sharey=True)
+    figure, all_axes = figures.new_figure('', 1, 3, figsize=(8.3, 4.6), sharey=True)
+    top = at_equal_flops[0]['loss'] + 1.1 * limit(at_equal_flops)
     for axes, (shown, xlabel, title, x_of) in zip(all_axes, panels):
         for label, points, style in figures.styled(figures.by_label([r | {'label': r['model']} for r in shown])):
             points = sorted(points, key=x_of)
-            axes.errorbar([x_of(r) for r in points], [r['loss'] for r in points],
-                          [[0 if r['low'] is None else r['high'] - r['loss'] for r in points]] * 2, marker='o',
+            inside = [r for r in points if r['loss'] <= top]
+            axes.errorbar([x_of(r) for r in inside], [r['loss'] for r in inside],
+                          [[0 if r['low'] is None else r['high'] - r['loss'] for r in inside]] * 2, marker='o',
                           markersize=4, capsize=3, linewidth=1, label=label, color=style['color'])
+            for i, r in enumerate(r for r in points if r['loss'] > top):
+                axes.plot(x_of(r), top, marker='^', color=style['color'], clip_on=False)
+                axes.annotate(f'{r["loss"]:.2f}', (x_of(r), top), (3, -14 - 12 * i), textcoords='offset points',
+                              color=style['color'])
         axes.set_xscale('log')
         figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=xlabel, title=title)
-    lowest, highest = (f(r['loss'] for r in rows) for f in (min, max))
-    margin = 0.1 * (highest - lowest)  # cuts off intervals that a failed seed makes wider than everything else
-    all_axes[0].set(ylabel='validation loss, nats per token', ylim=(lowest - margin, highest + margin))
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside right center', title='Bars: 95% intervals')
-    figure.savefig(path, dpi=150)
+    lowest = min(r['loss'] for r in rows)
+    all_axes[0].set(ylabel=f'validation loss, {unit}', ylim=(lowest - 0.1 * (top - lowest), top))
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4,
+                  title='Bars: 95% intervals. Triangles: off the scale')
+    figure.savefig(path, dpi=200)
+
+
+def plot_gaps(rows: list[dict], path, unit: str) -> None:
+    """Draw each model's loss minus Standard's at equal training FLOPs, best model first."""
+    styles = {r['model']: style['color'] for (_, r, style) in figures.styled({
+        r['model']: r for r in rows if r['equal'] == 'training FLOPs'})}
+    shown = sorted((r for r in rows if r['equal'] == 'training FLOPs' and r['minus_first'] is not None),
+                   key=lambda r: -r['minus_first'])
+    edge = limit(shown)
+    figure, axes = figures.new_figure('', figsize=(8.3, 0.35 * len(shown) + 1.1))
+    for y, r in enumerate(shown):
+        gap, low, high = r['minus_first'], r['its_low'], r['its_high']
+        off_scale = abs(gap) > 1.2 * edge
+        axes.barh(y, min(1.25 * edge, gap), color=styles[r['model']], height=0.6)
+        if off_scale:
+            axes.annotate(f'off the scale: {gap:+.2f} \N{RIGHTWARDS ARROW}', (1.25 * edge, y), (-5, 0), va='center',
+                          ha='right', textcoords='offset points', color='white', weight='bold')
+            continue
+        if low is not None:
+            axes.errorbar(gap, y, xerr=[[gap - low], [high - gap]], color='black', capsize=3, linewidth=1)
+        axes.annotate(f'{gap:+.2f}', (max(0, high or gap), y), (5, 0), textcoords='offset points', va='center')
+    axes.axvline(0, color='black', linewidth=1)
+    axes.set_yticks(range(len(shown)), [r['model'] for r in shown])
+    axes.set(xlabel=f"loss minus Standard's, {unit}, equal training FLOPs (negative is better; 95% intervals)",
+             xlim=(-1.3 * max(0, *(-r['minus_first'] for r in shown)), 1.25 * edge))
+    axes.grid(False, axis='y')
+    figure.savefig(path, dpi=200)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -240,10 +283,12 @@ def main(argv: list[str] | None = None) -> None:
         decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, s)
         rows = table(labels, runs, decoded)
         figures.write_csv(out / 'shootout.csv', rows)
-        plot(rows, out / 'shootout.png')
+        unit = 'nats per byte' if data.tokenizer == 'byte' else 'nats per token'
+        plot(rows, out / 'shootout.png', unit)
+        plot_gaps(rows, out / 'shootout_gaps.png', unit)
         text = markdown(rows, s)
         write_file(out / 'RESULTS.md', text.encode())
-        print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and shootout.png')
+        print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and two figures')
         report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), f'--out={out}/report.html'])
 
 

@@ -1,4 +1,4 @@
-"""Random walks in a city of one-way streets, which a model must learn (NextLat's world modelling).
+"""Random walks in a city of one-way streets, which a model must learn (NextLat's world modeling).
 
     python train.py --data=manhattan:grid=10 --block_size=256 ...               options: see Task
     python train.py --data=manhattan:edges=FILE.json --block_size=256 ...       a city of your own
@@ -12,7 +12,7 @@ Start and destination do not count, because they cannot be predicted. Walks have
 uniformly (inferred from the paper's counts of walks and tokens). About one in twenty pairs of start
 and destination is in no row; the score `valid` tests paths between these.
 
-A city file is {"edges": [[node, direction, neighbour], ...]}: nodes are numbers or words,
+A city file is {"edges": [[node, direction, neighbor], ...]}: nodes are numbers or words,
 directions words such as NE, and a node has at most one edge per direction. docs/data.md tells how
 to get the paper's Manhattan. Without a file: a grid of `grid` streets each way, in alternating
 directions; the outer four form a ring, so every place can be reached.
@@ -58,15 +58,15 @@ class Task:
         self.symbols = [*directions, *self.nodes]
         self.first_node, self.end = len(directions), len(self.symbols)
         node_id = {node: i for i, node in enumerate(self.nodes)}
-        self.neighbour = np.full((len(self.nodes), len(directions)), -1)  # [node, direction]; -1: no street
+        self.neighbor = np.full((len(self.nodes), len(directions)), -1)  # [node, direction]; -1: no street
         for a, direction, b in edges:
-            self.neighbour[node_id[a], directions.index(direction)] = node_id[b]
-        self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbour.tolist()]
+            self.neighbor[node_id[a], directions.index(direction)] = node_id[b]
+        self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbor.tolist()]
         self.starts = [node for node, exits in enumerate(self.exits) if exits]
         n = len(self.nodes)
         self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < HELD_OUT
         if all(a == b or self.is_held_out[a, b] for a, exits in enumerate(self.exits) for _, b in exits):
-            raise UserError(f'all pairs of neighbours in {self.edges} are held out: expected a larger city')
+            raise UserError(f'all pairs of neighbors in {self.edges} are held out: expected a larger city')
         self.row_tokens = self.window + 1
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
@@ -122,8 +122,8 @@ class Task:
             is_turn, is_node = x < self.first_node, (x >= self.first_node) & (x < self.end)
             goal = np.where(is_node & was_node, x - self.first_node, goal)
             node = np.where(is_node & ~was_node, x - self.first_node, node)
-            node[is_turn] = self.neighbour[node[is_turn], x[is_turn]]
-            turn_exists = self.neighbour[node, np.minimum(y, self.first_node - 1)] >= 0
+            node[is_turn] = self.neighbor[node[is_turn], x[is_turn]]
+            turn_exists = self.neighbor[node, np.minimum(y, self.first_node - 1)] >= 0
             found[:, t] = np.where(y < self.first_node, turn_exists, (y == self.end) & (node == goal))
             was_node = is_node
         return torch.from_numpy(found)
@@ -138,8 +138,8 @@ class Task:
         from scipy.sparse import csr_matrix  # here, because the import is slow
         from scipy.sparse.csgraph import dijkstra
         n = len(self.nodes)
-        a, turn = (self.neighbour >= 0).nonzero()
-        backwards = csr_matrix((np.ones(len(a)), (self.neighbour[a, turn], a)), shape=(n, n))
+        a, turn = (self.neighbor >= 0).nonzero()
+        backwards = csr_matrix((np.ones(len(a)), (self.neighbor[a, turn], a)), shape=(n, n))
         return dijkstra(backwards, indices=goals, unweighted=True)
 
     @cached_property
@@ -154,7 +154,7 @@ class Task:
 
 
 def one_way_grid(n: int) -> list[tuple[str, str, str]]:
-    """Return edges (node, direction, neighbour) of an n x n grid of nodes x_y.
+    """Return edges (node, direction, neighbor) of an n x n grid of nodes x_y.
 
         <---<---<---<
         v   ^   v   ^
@@ -181,5 +181,5 @@ def read_edges(path: str) -> list[tuple[str, str, str]]:
             raise ValueError('a word is missing or misplaced, or two edges leave a node in the same direction')
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f'edges = {path} is not a city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
-                        'direction, neighbour], ...]}, words or numbers; leave out edges for a grid')
+                        'direction, neighbor], ...]}, words or numbers; leave out edges for a grid')
     return edges

@@ -59,7 +59,7 @@ def files_of_config(folder: str, s) -> list[str]:
 def local_files(name: str, s) -> list[str]:
     """Return the files, of one format, of a path, pattern or folder; [] to read it with `datasets`.
 
-    Ignores unknown formats, and .txt files next to records (such as a licence).
+    Ignores unknown formats, and .txt files next to records (such as a license).
     """
     if os.path.isdir(name):
         matches = files_of_config(name, s) if s.config else visible_files(name)

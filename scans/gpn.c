@@ -4,7 +4,7 @@
 
    A step is three products of a few rows with large weights, and small loops between them. Products
    run in register tiles, on weights in panels that a tile reads contiguously. The small loops are
-   written for the compiler to vectorise. OpenMP threads share panels, heads or rows.
+   written for the compiler to vectorize. OpenMP threads share panels, heads or rows.
 
        S steps   B rows   C state   F feed-forward   H heads   K x D head memory   L layers   Y = F + H D
        input product: [ gate C | query HK | first layer: key HK, value HD, beta H, decay H | silu Y | up F ]
@@ -106,7 +106,7 @@ static void product(const real *x, const real *weight, const real *bias, real *y
 
 /* ---- operations of a step ---- */
 
-/* Vectorisable exp(x) = 2^n exp(r), |r| < 0.35, by its series */
+/* Vectorizable exp(x) = 2^n exp(r), |r| < 0.35, by its series */
 INLINE real exponential(real x) {
     x = x < -LARGEST ? -LARGEST : x > LARGEST ? LARGEST : x;
     real n = rint(x * (real)1.4426950408889634), r = x - n * (real)0.6931471805599453, sum = 1;

@@ -123,7 +123,7 @@ def test_sps_runs_decay_and_evaluate_like_the_official_code():
         assert train.learning_rate(s, decay) == pytest.approx(6e-4) and train.learning_rate(s, 1.01 * decay) < 5.8e-4
         assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
         assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)
-    assert 'config/${m}_s.py --max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'docs/sps.md').read_text()  # 20M tokens
+    assert '--max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'reproduce/sps.py').read_text()  # 20M tokens
 
 
 def test_model_settings_of_a_config_file_are_dropped_for_another_model():

@@ -7,21 +7,24 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from conftest import run_subprocess
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ['README.md', 'RESULTS.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
+SCRIPTS = [f'reproduce/{name}.py' for name in ('sps', 'nextlat', 'gpn')]  # they print commands
 ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'common/settings.py', 'common/runs.py']
 
 
 def commands(page):
-    """Return (script or module path, arguments) of each command on a page."""
-    text = re.sub(r'\\\n\s*', ' ', (ROOT / page).read_text())
+    """Return (script or module path, arguments) of each command on a page or printed by it."""
+    text = run_subprocess(page).stdout if page.endswith('.py') else (ROOT / page).read_text()
+    text = re.sub(r'\\\n\s*', ' ', text)
     found = re.findall(r'python3? (?:-m )?([a-z][\w./]*\w)((?: +(?:"[^"]*"|\'[^\']*\'|[^\s`|;)]+))*)', text)
     names = [(name if name.endswith('.py') else name.replace('.', '/') + '.py', rest) for name, rest in found]
     return [(name, rest) for name, rest in names if not name.startswith(('venv', 'pytest', 'ruff', 'pip'))]
 
 
-@pytest.mark.parametrize('page', PAGES)
+@pytest.mark.parametrize('page', [*PAGES, *SCRIPTS])
 def test_commands_on_the_pages_exist(page):
     wrong = []
     for name, arguments in commands(page):
@@ -60,3 +63,21 @@ def test_configs_named_in_loops_exist():
                 configs = [re.sub(rf'\$\{{?{variable}\}}?', name, path) for name in names.split()]
                 wrong += [config for config in configs if not (ROOT / config).exists()]
     assert wrong == []
+
+
+def test_commands_of_a_paper_run_in_order_and_runs_are_resumed(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(ROOT / 'reproduce')
+    import commands as of_papers
+    monkeypatch.setattr(of_papers, 'ROOT', tmp_path)
+    (tmp_path / 'out/y').mkdir(parents=True)
+    (tmp_path / 'train.py').write_text('import sys\nopen("out/y/config.json", "w").close()\n'
+                                       'print("trained", *sys.argv[1:])\n')
+    tables = {'a': ['python train.py --extend=out/x --out_dir=out/y'] * 2,
+              'b': ['python -c "raise SystemExit(3)"', 'x']}
+    of_papers.main('', tables, ['a', '--run'])
+    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith('trained')] == [
+        'trained --extend=out/x --out_dir=out/y', 'trained --out_dir=out/y --resume']
+    with pytest.raises(SystemExit, match='3'):
+        of_papers.main('', tables, ['b', '--run'])
+    of_papers.main('', tables, ['a', '--gpus=8'])
+    assert 'torchrun --nproc_per_node=8 train.py --out_dir=out/y --resume' in capfd.readouterr().out

@@ -24,7 +24,7 @@ def test_geometry_of_known_states():
     assert len(correlation) == 6 * 5 and correlation.abs().mean() == pytest.approx(numbers['correlation mean'])
     # the mean, along (3, 4), has the largest mean square; the fifth dimension the largest variance
     assert numbers['cosine of the mean with the first component'] > 0.99
-    assert numbers['cosine of the mean with the first component of centred states'] < 0.1
+    assert numbers['cosine of the mean with the first component of centered states'] < 0.1
 
 
 def test_retention_lifetimes_and_pools_of_known_decays():
@@ -43,9 +43,9 @@ def test_retention_lifetimes_and_pools_of_known_decays():
 def test_cosines_over_lags_equal_a_loop_over_pairs():
     torch.manual_seed(0)
     states = torch.randn(2, 8, 5).double()
-    raw, centred = gpn_state.cosines(states, [1, 3])
+    raw, centered = gpn_state.cosines(states, [1, 3])
     for i, k in enumerate((1, 3)):
-        for found, rows in ((raw, states), (centred, [x - x.mean(0) for x in states])):
+        for found, rows in ((raw, states), (centered, [x - x.mean(0) for x in states])):
             pairs = [torch.cosine_similarity(x[t], x[t + k], 0) for x in rows for t in range(8 - k)]
             assert torch.allclose(found[i], torch.stack(pairs).mean())
 

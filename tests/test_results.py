@@ -307,6 +307,13 @@ def test_every_number_of_the_results_page_follows_from_the_files():
 
 # ---- measurements on the other pages ----
 
+def test_readme_says_what_the_results_page_says():
+    def papers(page):
+        rows = re.findall(r'^\| \[([\w-]+)\]\([^)]*\) \| (.*) \| (.*) \|$', (ROOT / page).read_text(), re.MULTILINE)
+        return [row for row in rows if row[0] in ('SPS', 'Context-Ready', 'NextLat', 'GPN')]
+    assert len(papers('README.md')) == 4 and papers('README.md') == papers('RESULTS.md')
+
+
 def test_speeds_of_training_and_decoding_follow_from_the_files():
     readme, sps, terms = Page('README.md'), Page('docs/sps.md'), 'time over standard'
     for short, dtype in (('bf16', 'bfloat16'), ('fp32', 'float32')):
@@ -323,10 +330,13 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
              *(measured('generate_cpu.json', terms=terms, batch=batch, dtype='float32')['sps'] for batch in (1, 16)))
     held = measured('inference_gpu.json', scale='s', what='memory, held')
     sps.says('take {:.2f} and {:.2f} times the memory', held['sps'], round(held['two_x_memory'] + 1e-9, 2))
-    busy, idle = ([measured('spin_cpu.json', spin_count=n, beside=beside)['training_tokens_per_s']
-                   for n in (5000, 300_000)] for beside in ('a busy program', None))
-    Page('docs/runs.md').says('training is then {:.1f} times as fast as by default; on an idle machine, {:.0f}% slower',
-                              busy[0] / busy[1], 100 * (1 - idle[0] / idle[1]))
+    def slept(key, beside):  # with idle threads that sleep, relative to the default
+        short, default = (measured('spin_cpu.json', spin_count=n, beside=beside)[key] for n in (5000, 300_000))
+        return short / default
+    idle = [100 * (1 - slept(f'{what}_tokens_per_s', None)) for what in ('training', 'decoding_bfloat16')]
+    Page('docs/runs.md').says(
+        'training is then {:.1f} times as fast as by default. On an idle machine, it is {:.0f}% slower, and bf16 '
+        'decoding {:.0f}% slower', slept('training_tokens_per_s', 'a busy program'), *idle)
     Page('docs/evaluation.md').says('runs {:.0f} times (fp32) and {:.0f} times (bf16) as fast',
                                     *(row['ratio'] for row in measured('evaluation_cpu.json')['rows']))
 
@@ -345,13 +355,10 @@ def test_speeds_of_the_models_follow_from_the_files():
     costs = [measured('objectives_cpu.json', objective=name, horizon=1)[key] for name in ('nextlat', 'bst')
              for key in ('time_over_ntp', 'peak_memory_over_ntp')]
     nextlat.says("a NextLat step takes {:.2f} times GPT's time (byte vocabulary) and {:.1f} times its memory "
-                 '(vocabulary 50304); BST with a tenth of its pairs, {:.1f} and {:.1f} times', *costs)
+                 '(vocabulary 50304). BST with a tenth of its pairs takes {:.1f} and {:.1f} times', *costs)
     found = {}
     for row in measured('speculative_auto_epyc_cpu.json')['rows']:
         if row['auto_confidence'] == 0.02:
             found.setdefault((row['text'], row['temperature']), []).append(row['auto_over_best_fixed'])
     means = [statistics.mean(values) for values in found.values()]
     nextlat.says('`auto` is {:.2f} to {:.2f} times as fast as the best fixed length', min(means), max(means))
-    for name in ('JTP', 'MTP', 'NextLat'):
-        cells = drafts()[name.lower()]
-        nextlat.says('| {} | {} | {} | {} | {} |', name, *('{:.2f}, {:.2f} ({})'.format(*best) for _, best in cells))

@@ -70,8 +70,16 @@ def test_table_values_follow_from_the_runs(tmp_path):
     text = shootout.markdown(rows, Settings())
     for part in ('## Equal wall time', '| SPS | ', '1.9000', '1.6516 to 2.1484', '-0.2333', 'tokens/s, 16,384'):
         assert part in text, part
-    shootout.plot(rows, tmp_path / 'shootout.png')
-    assert (tmp_path / 'shootout.png').stat().st_size > 20_000
+    for draw in (shootout.plot, shootout.plot_gaps):
+        draw(rows, tmp_path / 'shootout.png', 'nats per token')
+        assert (tmp_path / 'shootout.png').stat().st_size > 10_000
+
+
+def test_one_model_far_from_the_others_is_off_the_scale():
+    def rows(*gaps):
+        return [{'minus_first': gap, 'its_low': gap and gap - 0.01, 'its_high': gap and gap + 0.01} for gap in gaps]
+    assert shootout.limit(rows(None, 0.1, -0.2, 1.3)) == pytest.approx(0.21)
+    assert shootout.limit(rows(None, 0.1, -0.2, 0.3)) == pytest.approx(0.31)
 
 
 @pytest.mark.long

@@ -76,7 +76,7 @@ WITH_TEXT = [record['text'] for record in RECORDS if record['text']]
 
 @pytest.fixture(scope='module', params=['jsonl', 'jsonl.gz', 'jsonl.zst', 'json', 'parquet', 'csv'])
 def files(request, tmp_path_factory):
-    """Make a folder of one format, with a hidden copy, a licence and a picture in it."""
+    """Make a folder of one format, with a hidden copy, a license and a picture in it."""
     folder = tmp_path_factory.mktemp('files') / 'files'
     write(folder, request.param, RECORDS)
     shutil.copytree(folder, folder / '.cache')

@@ -110,7 +110,7 @@ CITY = [[1, 'N', 2], [2, 'E', 3], [3, 'S', 1], [2, 'S', 1], [3, 'NE', 40]]  # a 
 
 
 def streets_of(task):
-    """Return {(node, direction): neighbour} of the city, or of the grid of one-way streets."""
+    """Return {(node, direction): neighbor} of the city, or of the grid of one-way streets."""
     if task.edges:
         return {(str(a), turn): str(b) for a, turn, b in CITY}
     steps, n = {'E': (1, 0), 'W': (-1, 0), 'N': (0, 1), 'S': (0, -1)}, task.grid
@@ -412,7 +412,7 @@ class Guide:
         node, goal = walk[0] - task.first_node, walk[1] - task.first_node
         if goal in self.lost:
             return 0
-        node = reduce(lambda node, turn: task.neighbour[node, turn], walk[2:], node)
+        node = reduce(lambda node, turn: task.neighbor[node, turn], walk[2:], node)
         return task.end if node == goal else min(task.exits[node], key=lambda exit: self.distance[goal, exit[1]])[0]
 
 

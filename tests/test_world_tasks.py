@@ -65,7 +65,7 @@ def test_compression_is_1_if_only_position_and_goal_matter(grid, monkeypatch):
     assert manhattan.compression(guide, task, prefixes, 60) == 0  # all continuations of a pair must be possible
     start, goal, *turns = manhattan.prefixes_to(task, 7, 9, 12, np.random.default_rng(0))
     assert goal == task.first_node + 9 and len(turns) == 12
-    assert reduce(lambda node, turn: task.neighbour[node, turn], turns, start - task.first_node) == 7
+    assert reduce(lambda node, turn: task.neighbor[node, turn], turns, start - task.first_node) == 7
 
 
 def test_continuations_are_sampled_and_checked_token_by_token():

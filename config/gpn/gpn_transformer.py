@@ -1,5 +1,5 @@
 # The GPN paper's Transformer++ (130.8M): 12 layers of 768 (table 1), data and schedule as for GPN.
-# Tied head and nn.Linear's default initialisation as in the official code.
+# Tied head and nn.Linear's default initialization as in the official code.
 from config.gpn.gpn_130m import *
 
 model = 'standard'

@@ -1,5 +1,5 @@
 # NextLat paper: Manhattan taxi rides (table of hyperparameters), on the map of
-# github.com/keyonvafa/world-model-evaluation (MIT licence); docs/data.md has the commands.
+# github.com/keyonvafa/world-model-evaluation (MIT license); docs/data.md has the commands.
 # Baselines: --objective=ntp; --model=mtp and --model=jtp, with lambda_mtp swept over 0.1 ... 1.
 model = 'nextlat'
 data = 'manhattan:edges=data/built/manhattan/edges.json'

@@ -1,0 +1,61 @@
+"""Print the commands of the tables and figures of the SPS paper, or run them.
+
+    python reproduce/sps.py                  all of them
+    python reproduce/sps.py table2           one table
+    python reproduce/sps.py figure4 --run    run its commands, or resume them
+    python reproduce/sps.py --gpus=8         all, under torchrun
+
+docs/sps.md shows how to prepare FineWeb-Edu, and what we had to choose. `forks` is ours: it
+compares variants beyond the paper on a CPU.
+"""
+from commands import main, runs, train
+
+SIZES = 'xs', 's', 'm', 'l', 'xl'
+METHODS = {'standard': 'standard', 'sps': 'sps', 'two_x_memory': 'sps/two_x_memory',
+           'delayed_state': 'sps/delayed_state', 'reverse_sps': 'sps/reverse_sps'}  # run: config
+COMPARED = 'standard', 'two_x_memory', 'delayed_state', 'sps'  # in tables 2 and 3
+ALL = [f'{method}_{size}' for size in SIZES for method in COMPARED]
+LONG = 'python train.py --extend=out/standard_xl --max_tokens=100e9 --out_dir=out/standard_xl_100b'
+SWEEP = {f'{method}_s_w{w}': (f'{METHODS[method]}_s', f'--window={w}')
+         for w in (0, 16, 256) for method in ('sps', 'delayed_state', 'reverse_sps')}  # run: config, settings
+SMALL = 'config/quickstart.py --n_layer=4 --n_embd=128 --n_head=4 --learning_rate=1.35e-3 --sample_tokens=0'
+FORKS = {'Standard': '--model=standard', 'SPS': '', 'fork, top 1': '--predict_input=state --predict_layers=1',
+         'fork, top 2': '--predict_input=state --predict_layers=2', 'from the token': '--predict_input=token'}
+SEEDS = {f'{method}_s_10b_{seed}': (f'{METHODS[method]}_s', f'--max_tokens=10e9 --eval_interval=51 --seed={seed}')
+         for seed in (1337, 0, 1) for method in COMPARED}
+
+
+def trained(names) -> list[str]:
+    """Return the commands that train these runs, METHOD_SIZE."""
+    return [train('{}_{}'.format(METHODS[name.rpartition('_')[0]], name.rpartition('_')[2])) for name in names]
+
+
+TABLES = {
+    'table2': [*trained(ALL), f'python eval.py {runs(*ALL)} --val --paper=sps', 'python -m bench.inference',
+               f'python -m analysis.tables {runs(*ALL)} --out=out/tables'],
+    'table3': [*trained(ALL), f'python eval.py {runs(*ALL)} --paper=sps'],
+    # Press Ctrl-C when Standard has the loss that SPS has after 18B tokens (paper: after 47B).
+    'figure1': [*trained(['standard_xl', 'sps_xl']), LONG,
+                f'python -m analysis.tokens_to_match {runs("standard_xl", "sps_xl", "standard_xl_100b")}'
+                ' --out=out/tokens_xl'],
+    'figure2': [*trained(['standard_s', 'sps_s']), train('standard_s', '--max_tokens=40e9', 'standard_s_40b'),
+                *(f'python -m analysis.{module} {runs("standard_s", "sps_s", "standard_s_40b")} --out=out/{module}_s'
+                  for module in ('loss_curves', 'tokens_to_match'))],
+    'figure3': [*trained(ALL), f'python eval.py {runs(*ALL)} --paper=sps',
+                f'python -m analysis.scaling {runs(*(n for n in ALL if n.startswith(("standard", "sps"))))}'
+                ' --out=out/scaling'],
+    'figure4': [*trained(f'{method}_s' for method in METHODS if method != 'two_x_memory'),
+                *(train(*values, name) for name, values in SWEEP.items()),
+                f'python -m analysis.window_sweep {runs(*SWEEP)}'
+                f' {runs("sps_s", "delayed_state_s", "reverse_sps_s", "standard_s")} --out=out/windows'],
+    'figure5': [*trained(['standard_s', 'sps_s', 'delayed_state_s']),
+                f'python -m analysis.gradient_flow {runs("standard_s", "sps_s", "delayed_state_s")}'
+                ' --dtype=auto --batch_size=32',
+                f'python -m analysis.restricted_state {runs("sps_s", "delayed_state_s")} --dtype=auto'],
+    'figure6': [*(train(*values, name) for name, values in SEEDS.items()),
+                f'python -m analysis.seeds {runs(*SEEDS)} --out=out/seeds'],
+    'forks': ['python -m analysis.compare --seeds=3 --max_tokens=1_500_000 --out_dir=out/forks '
+              + ' '.join(f'"{label}: {SMALL} {settings}"' for label, settings in FORKS.items())]}
+
+if __name__ == '__main__':
+    main(__doc__, TABLES)

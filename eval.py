@@ -63,7 +63,7 @@ class Settings:
     paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # run the tasks and corpora of this paper
     data_dir: str | None = None  # folder with local benchmark files; None: download from the Hugging Face hub
     bos: bool | None = None  # start texts of tasks and corpora with bos; None: if the training data has bos
-    num_fewshot: int | None = None  # examples before each question of an lm-eval task; None: 0, as in the papers
+    num_fewshot: int = 0  # examples before each question of an lm-eval task; 0 in the papers
     limit: int | None = None  # number of documents per task or corpus; None: all
     batch_tokens: int = 16384  # tokens per batch, including padding
     max_length: int | None = None  # maximum context in tokens; None: the run's block_size
@@ -74,7 +74,7 @@ class Settings:
     verbose: bool = False  # show lm-eval's own warnings
 
     def __post_init__(self):
-        check_ranges(self, val_tokens=1, num_fewshot=1, limit=1, batch_tokens=1, max_length=2)
+        check_ranges(self, val_tokens=1, num_fewshot=0, limit=1, batch_tokens=1, max_length=2)
 
 
 def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> dict[str, float]:
@@ -105,12 +105,12 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
 
 
 @torch.inference_mode()
-def validation(model, record: dict, s: Settings) -> dict[str, float]:
+def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     """Return the metrics of --val: loss, perplexity and bits per byte, or a task's scores.
 
     On a CPU, matrix products use bf16 if the run was trained with it, so the loss matches its log.
     """
-    data = run_data(record, s.data)
+    data = run_data(record, s.data, folder)
     is_task, device = hasattr(data, 'score'), next(model.parameters()).device
     T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
     if data.n_windows('val', T) < 1:
@@ -146,7 +146,7 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     scorer, tokenizer, record = load_scorer(folder, s)
     model, results, versions = scorer.model, {}, {'torch': torch.__version__}
     if s.val:
-        results['val'] = validation(model, record, s)
+        results['val'] = validation(folder, model, record, s)
     lm_eval_tasks = [task for task in tasks if task != 'lambada_first_token']
     try:
         if 'lambada_first_token' in tasks:
@@ -155,7 +155,7 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
             warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
             from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
             lm, parts = RunLM(scorer, tokenizer, record['data'].get('ends')), []
-            parts += [(lm_eval_tasks, s.num_fewshot or 0), ([name for name in corpora if name not in tasks], 0)]
+            parts += [(lm_eval_tasks, s.num_fewshot), ([name for name in corpora if name not in tasks], 0)]
             for names, num_fewshot in parts:
                 if names:
                     results |= task_metrics(run_tasks(lm, names, s.data_dir, s.limit, num_fewshot))
@@ -206,6 +206,8 @@ def chosen(s: Settings) -> tuple[list[str], list[str]]:
     tasks, corpora = list(dict.fromkeys([*metrics, *s.tasks])), list(dict.fromkeys([*paper_corpora, *s.corpus]))
     if not (s.val or tasks or corpora):
         raise UserError('nothing to do: give --val, --corpus=..., --tasks=... or --paper=sps|nextlat|gpn')
+    if s.num_fewshot and not set(tasks) - {'lambada_first_token'}:
+        raise UserError(f'num_fewshot is {s.num_fewshot}, but there are no tasks of lm-eval: give --tasks')
     return tasks, corpora
 
 

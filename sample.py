@@ -24,6 +24,7 @@ from typing import Literal
 from common.files import UserError, friendly_errors
 from common.interface import Generation, Options, load
 from common.machine import Device, DType
+from common.models import add_file
 from common.settings import load_settings
 
 
@@ -52,7 +53,10 @@ def main(argv: list[str] | None = None) -> None:
         if not positional:
             raise UserError('no run given. Usage: python sample.py RUN_FOLDER "a prompt" --max_new_tokens=100')
         folder, *given = positional
-        run, prompts = load(folder, s.device, s.dtype, s.code, s.model), read_prompts(s, given)
+        if s.model and s.draft:
+            add_file(s.model)  # of either run
+        run = load(folder, s.device, s.dtype, s.code, None if s.draft else s.model)
+        prompts = read_prompts(s, given)
         generation, is_alone = Generation(run, prompts, s), len(prompts) == 1
         if generation.is_drafted and getattr(run.model, 'sequential', False):
             print('speculative decoding saves no time here: this model reads tokens one by one', file=sys.stderr)

@@ -134,9 +134,9 @@ def evaluations(path: Path) -> dict[str, float]:
                 and is_number(record.get('of_steps') or 0))
     found = {}
     for record in read_lines(path, is_whole):
-        affecting = ('data', 'val_tokens', 'num_fewshot', 'limit', 'bos', 'max_length')  # None by default
+        affecting = ('data', 'val_tokens', 'num_fewshot', 'limit', 'bos', 'max_length')  # None or 0 by default
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
-                   if key in affecting and value is not None]
+                   if key in affecting and value not in (None, 0)]
         if record.get('step', 0) < (record.get('of_steps') or 0):
             options.append(f'step={record.get("step", 0)}')
         for task, metrics in record['results'].items():

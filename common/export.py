@@ -15,6 +15,7 @@ if __name__ == '__main__':
 import dataclasses
 import inspect
 import json
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 
 from common import checkpoint, models, runs
 from common.families import FAMILIES, family_of, to_family
-from common.files import ROOT, UserError, friendly_errors, write_file
+from common.files import ROOT, UserError, friendly_errors, remove, write_file
 from common.hf_tokenizer import save_tokenizer
 from common.settings import load_settings
 
@@ -86,18 +87,21 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     family, reason = (None, '--exact is set') if exact else family_of(record, c)
     state, tensors = checkpoint.load_checkpoint(run)
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
+    new = folder.with_name(f'.{folder.name}.writing')  # becomes `folder` when it is whole
+    remove(new)
     if family:
-        to_family(c, tensors, n_rows, block_size, ends, family).save_pretrained(folder, max_shard_size='1TB')
+        to_family(c, tensors, n_rows, block_size, ends, family).save_pretrained(new, max_shard_size='1TB')
     else:
-        save_with_code(record, c, tensors, n_rows, ends, folder)
+        save_with_code(record, c, tensors, n_rows, ends, new)
     with suppress(OSError):  # some file systems have no modes; safetensors makes files owner-only
-        (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)
-    GenerationConfig(eos_token_id=ends).save_pretrained(folder)
-    save_tokenizer(folder, data['tokenizer'], data['bos'], block_size)
+        (new / 'model.safetensors').chmod((new / 'config.json').stat().st_mode)
+    GenerationConfig(eos_token_id=ends).save_pretrained(new)
+    save_tokenizer(new, data['tokenizer'], data['bos'], block_size)
     if (run / runs.CHAT_TEMPLATE).is_file():
-        shutil.copy(run / runs.CHAT_TEMPLATE, folder)
+        shutil.copy(run / runs.CHAT_TEMPLATE, new)
     n_parameters = sum(tensor.numel() for tensor in tensors.values())
-    write_file(folder / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
+    write_file(new / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
+    os.replace(new, folder)
     print(f'{folder} is a Hugging Face folder, {FAMILIES[family] if family else "with the model code"}, because '
           f'{reason}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
           f'{"" if family else ", trust_remote_code=True"})')

@@ -4,7 +4,7 @@ from common import models
 
 LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 FAMILIES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}  # `model_type`: class
-STANDARD_CODE = '719512c4d7c5a419'  # digest of Block and Model in model_standard.py, which compute what these do
+STANDARD_CODE = '5476bc6ccda9b90a'  # digest of what computes the same as these: see `code_digest`
 
 
 def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
@@ -74,14 +74,19 @@ def family_tensors(c, tensors: dict, n_rows: int) -> dict:
     return theirs
 
 
+def code_digest(module) -> str | None:
+    """Return the digest of the code behind model_standard's logits, None for other models."""
+    names = 'Block', 'Model', 'rope_table', 'rotate', 'attention', 'document_starts'
+    return digest(*(getattr(module, name) for name in names)) if all(hasattr(module, name) for name in names) else None
+
+
 def family_of(record: dict, c) -> tuple[str | None, str]:
     """Return the family that computes what a run computes, or None, and why. c: the model's Config.
 
     Mistral without a window is a Llama.
     """
-    module = models.model_file(record['model'], record['code'])
-    if not hasattr(module, 'Block') or digest(module.Block, module.Model) != STANDARD_CODE:
-        return None, f'the code of model_{record["model"]}.py is not that of a Llama'
+    if code_digest(models.model_file(record['model'], record['code'])) != STANDARD_CODE:
+        return None, f'model_{record["model"]}.py is not the unedited model_standard.py, which is a Llama'
     if c.qkv_bias and c.qk_norm:
         return None, 'no family has both qkv_bias and qk_norm'
     family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'

@@ -44,6 +44,11 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
     folder, run = Path(folder), Path(run)
     if run.exists():
         raise UserError(f'{run} already exists: choose a new run folder')
+    if not (folder / 'config.json').is_file():
+        raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
+    family = read_json(folder / 'config.json', 'copy it again').get('model_type')
+    if family not in FAMILIES:
+        raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
     try:
         found = filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model'))
         path = tokenizer or next(found, None)
@@ -100,12 +105,8 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     Raises UserError for features that model_standard does not support.
     """
     from transformers import AutoConfig
-    if not (folder / 'config.json').is_file():
-        raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
     theirs = AutoConfig.from_pretrained(folder, **ONLY_DATA)
     family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
-    if family not in FAMILIES:
-        raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
     if theirs.hidden_act != 'silu':
         raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard only has silu')
     if n_rows < tokenizer.n_ids:

@@ -13,7 +13,7 @@ from common import decoding
 from common.files import UserError
 from common.machine import Device, DType, decoding_dtype, pick_device
 from common.runs import load_run, read_log, same_vocabulary
-from common.settings import check_ranges
+from common.settings import check_ranges, make_settings
 from data.tokenizers import load_tokenizer
 
 
@@ -65,14 +65,15 @@ class Run:
         An empty prompt starts a new document. UserError if prompt and new tokens do not fit the
         context, or an option is out of range.
         """
-        generation = Generation(self, [prompts] if isinstance(prompts, str) else prompts, Options(**options))
+        options = make_settings(Options, options, 'in generate')
+        generation = Generation(self, [prompts] if isinstance(prompts, str) else prompts, options)
         for _ in generation:
             pass
         return generation.texts
 
     def stream(self, prompt: str, **options) -> Iterator[str]:
         """Yield the text that `generate` returns, in pieces, while it is generated."""
-        return iter(Generation(self, [prompt], Options(**options)))
+        return iter(Generation(self, [prompt], make_settings(Options, options, 'in stream')))
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt's ids, with bos if the training data have it. Empty: bos or eos."""
@@ -115,6 +116,8 @@ class Generation:
     """
 
     def __init__(self, run: Run, prompts: list[str], options: Options):
+        if not prompts:
+            raise UserError('no prompts: expected at least one text')
         self.run, self.options, self.tokenizer = run, options, run.tokenizer
         self.prompts = [run.encode(text.encode(errors='replace').decode()) for text in prompts]
         self.n_new = new_tokens(self.prompts, options.max_new_tokens, run.block_size)

@@ -81,6 +81,8 @@ def pick_device(name: Device) -> str:
     available = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     if name == 'auto':
         return 'cuda' if available['cuda'] else 'cpu'
+    if name not in available:
+        raise UserError(f'device is {name!r}: expected auto, {", ".join(available)}')
     if not available[name]:
         raise UserError(f'device is {name}, but PyTorch finds no such GPU: use --device=cpu, or install a PyTorch '
                         f'build for {name}')

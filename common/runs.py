@@ -63,6 +63,8 @@ def read_run(folder, code: str | None = None) -> dict:
 
     'code' is the folder if code = 'run': its copy of the model's code will be imported. Else None.
     """
+    if code not in (None, 'run'):
+        raise UserError(f"code is {code!r}: expected 'run' or None")
     path = Path(folder) / 'config.json'
     if not path.is_file():
         known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
@@ -107,7 +109,7 @@ def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
     """Return the data `name`, or the run's own. UserError if there is none or tokenizers differ."""
     own = record['settings'].get('data')
     if not name and not own:  # an imported run
-        raise UserError('this run has no data: give --data=FOLDER')
+        raise UserError(f'{folder or "this run"} has no data: give --data=FOLDER')
     data = open_data(str(name or own))
     if not name and data.sha256 != record['data']['sha256']:
         warn_once(f'{data.folder} has changed since the run was trained')

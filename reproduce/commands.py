@@ -37,6 +37,10 @@ def main(doc: str, tables: dict[str, list[str]], argv=None) -> None:
         for command in tables[name]:
             if s.gpus and command.startswith(UNDER_TORCHRUN):
                 command = command.replace('python', f'torchrun --nproc_per_node={s.gpus}', 1)
+            made = re.search(r'(?:prepare_fineweb\.py .*--out_dir|train_tokenizer .*--out)=(\S+)', command)
+            if made and ((ROOT / made[1] / 'meta.json').exists() or (ROOT / made[1]).is_file()):
+                print(f'# exists: {command}')
+                continue
             out_dir = re.search(r'train\.py .*--out_dir=(\S+)', command)
             if out_dir and (ROOT / out_dir[1] / 'config.json').exists():
                 command = re.sub(r' --extend=\S+', '', command) + ' --resume'

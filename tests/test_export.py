@@ -267,4 +267,9 @@ def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypat
     assert families.family_of({'model': 'standard', 'code': None}, model_standard.Config())[0] == 'llama'
     monkeypatch.setattr(model_standard, 'Block', Block)
     family, reason = families.family_of({'model': 'standard', 'code': None}, model_standard.Config())
-    assert family is None and 'is not that of a Llama' in reason
+    assert family is None and 'is not the unedited model_standard.py' in reason
+
+
+def test_an_edit_of_attn_kernels_is_not_exported_as_a_llama(monkeypatch):
+    monkeypatch.setattr(model_standard, 'rotate', lambda x, rope: x)
+    assert families.family_of({'model': 'standard', 'code': None}, model_standard.Config())[0] is None

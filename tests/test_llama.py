@@ -1,6 +1,7 @@
 """Hugging Face models import with equal logits, losses and gradients, and export bitwise."""
 import json
 import re
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -150,11 +151,14 @@ def test_unsupported_folders_give_a_clear_error(weights, config, part, tmp_path)
 def test_code_of_a_hugging_face_folder_never_runs(tmp_path, monkeypatch):
     make_folder(tmp_path / 'folder', 'Llama 2')
     (tmp_path / 'folder/evil.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")\n')
-    change_config(tmp_path / 'folder', model_type='evil', auto_map={'AutoConfig': 'evil.C', 'AutoTokenizer': 'evil.T'})
+    change_config(tmp_path / 'folder', auto_map={'AutoConfig': 'evil.C', 'AutoTokenizer': 'evil.T'})
     monkeypatch.setattr('builtins.input', lambda *args: 'y')
-    with pytest.raises(UserError, match='could not be read'):
+    with suppress(UserError):
         import_run(tmp_path / 'folder', tmp_path / 'run')
-    assert not (tmp_path / 'ran').exists() and not (tmp_path / 'run').exists()
+    change_config(tmp_path / 'folder', model_type='evil')
+    with pytest.raises(UserError, match="model_type = 'evil'"):
+        import_run(tmp_path / 'folder', tmp_path / 'other')
+    assert not (tmp_path / 'ran').exists() and not (tmp_path / 'other').exists()
 
 
 def test_command_line(tmp_path):

@@ -177,7 +177,7 @@ def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     (['--block_size=100000'], ['too few for a window of block_size = 100000']),
     (['--data=/no where'], ['no data at /no where', 'prepare_fineweb.py converts other formats\n']),
     (['--data=allenai/c4'], ['on the Hugging Face hub: python prepare_fineweb.py allenai/c4 --out_dir=data/built/c4']),
-    (['--model=nosuch'], ["unknown model 'nosuch': expected one of bst, context_ready, gdn"]),
+    (['--model=nosuch'], ["unknown model 'nosuch': give the path of its file", 'Models here: bst, context_ready, gdn']),
     (['config/quickstart.py', '--max_tokens', '1000'], ['got config/quickstart.py 1000: write --max_tokens=1000\n']),
     (['--out_dir=/dev/null/run'], ["Not a directory: '/dev/null/run'"]),
     (['--resume'], ['is not a run folder']),

@@ -69,13 +69,14 @@ def everything(model, name, data, folder):
         said.append(run('train.py', f'--out_dir={folder / out}', f'--model={target}', f'--init_from={source}',
                         *on_data))
     drafts = hasattr(models.model_file(name).Model, 'draft')
-    for options in ([], ['--draft_len=2']) if drafts else ([],):
+    for options in ([], ['--draft_len=1']) if drafts else ([],):
         said.append(run('sample.py', own, 'ab', '--max_new_tokens=6', '--temperature=0', '--dtype=float32', *options))
     said.append(run('eval.py', own, '--val', '--val_tokens=64', '--dtype=float32'))
     said.append(run('-m', 'common.export', own, f'--to_hf={folder}/hf'))
     for analysis, *options in ANALYSES.get(model, ()):
         said.append(run('-m', f'analysis.{analysis}', own, f'--out={folder}/{analysis}', *options))
-    assert not any(result.returncode for i, result in enumerate(said) if i not in (3, 4)), [r.stderr for r in said]
+    failed = [result.stderr for i, result in enumerate(said) if result.returncode and i not in (3, 4)]
+    assert not failed, failed
     evaluated = json.loads((own / 'eval.jsonl').read_text())
     losses = [[record.get(key) for key in ('step', 'loss', 'nll', 'val')] for record in runs.read_log(own)]
     tables = [read_csv(folder / f'{analysis}.csv') for analysis, *_ in ANALYSES.get(model, ())]

@@ -81,7 +81,7 @@ class Config:
     n_ids: int = 32000  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax
     eos_id: int | None = None  # end-of-document id: attention and corrections do not cross it; None: one document
-    # For the weights of pretrained models (docs/pretrained.md); but for RoPE, with block = 'llama':
+    # For pretrained models (docs/pretrained.md). All but rope_scaling need block = 'llama':
     n_kv_head: int | None = None  # key and value heads, HK; each serves H / HK query heads; None: n_head
     head_size: int | None = None  # D; None: n_embd / n_head
     qkv_bias: bool = False  # biases on queries, keys and values, as in Qwen2

@@ -131,10 +131,13 @@ def report_edits(record: dict, folder) -> list[str] | None:
 
     Prints a line for each, with both paths.
     """
-    if record['code'] or not (Path(folder) / STORED).is_dir():
-        return [] if record['code'] else None
+    stored = Path(folder) / STORED
+    if record['code']:
+        return []  # the copies are used
+    if not stored.is_dir():
+        return None
     from common.stored_code import edited_files
-    return edited_files(code_of(record['model']), Path(folder) / STORED)
+    return edited_files(code_of(record['model']), stored)
 
 
 # ---- configs and models ----

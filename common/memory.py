@@ -3,10 +3,11 @@
 The step runs on meta tensors, which have no storage, and the bytes they would take are counted.
 """
 import weakref
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch.utils._device import DeviceContext
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -51,16 +52,15 @@ class FusedCrossEntropy(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0]), None, None
 
 
-class EmulateGPU(DeviceContext):  # a DeviceContext, the only mode that checkpointing re-enters in the backward pass
+class EmulateGPU(_device.DeviceContext):
     """torch.device('meta'), with matrix products in `dtype`, like autocast.
 
     Attention and cross-entropy are fused, and `.to(torch.float32)` takes no memory: the compiler
-    fuses it with what reads the result, which is the loss.
+    fuses it with what reads the result, which is the loss. It is a DeviceContext because that is
+    the only mode in which checkpointing recomputes. PyTorch 2.14 makes a new one from `device`.
     """
 
-    def __init__(self, dtype: torch.dtype):
-        super().__init__(torch.device('meta'))
-        self.dtype = dtype
+    dtype = torch.bfloat16  # `activation_bytes` sets it
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def cast(x):
@@ -84,6 +84,7 @@ def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows:
     for p in model.parameters():
         p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
     tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
-    with LiveBytes() as live, EmulateGPU(dtype):
+    with (mock.patch.object(EmulateGPU, 'dtype', dtype), mock.patch.object(_device, 'DeviceContext', EmulateGPU),
+          LiveBytes() as live, EmulateGPU('meta')):
         model(tokens, tokens)['loss'].backward()
     return live.peak

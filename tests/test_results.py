@@ -326,10 +326,10 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
                 'after 16)', many, one)
     Page('docs/gpu.md').says("in fp32, {:.1f} times Hugging Face's `generate` in fp32 with one sequence, {:.1f} times",
                              one, many)
-    sps.says('takes {:.1f} times as long per training step',
-             measured('train_step_cpu.json', terms=terms, dtype='bfloat16', T=1024)['sps'])
-    sps.says('and {:.2f} (batch 1) to {:.2f} times (batch 16) to decode',
-             *(measured('generate_cpu.json', terms=terms, batch=batch, dtype='float32')['sps'] for batch in (1, 16)))
+    sps.says('| a training step | {:.1f} |', measured('train_step_cpu.json', terms=terms, dtype='bfloat16', T=1024)['sps'])
+    one, many = (measured('generate_cpu.json', terms=terms, batch=batch, dtype='float32')['sps'] for batch in (1, 16))
+    sps.says('| decoding one sequence | {:.2f} |', one)
+    sps.says('| decoding 16 sequences | {:.2f} |', many)
     held = measured('inference_gpu.json', scale='s', what='memory, held')
     sps.says('take {:.2f} and {:.2f} times the memory', held['sps'], round(held['two_x_memory'] + 1e-9, 2))
     def slept(key, beside):  # with idle threads that sleep, relative to the default
@@ -357,7 +357,7 @@ def test_speeds_of_the_models_follow_from_the_files():
     costs = [measured('objectives_cpu.json', objective=name, horizon=1)[key] for name in ('nextlat', 'bst')
              for key in ('time_over_ntp', 'peak_memory_over_ntp')]
     nextlat.says("a NextLat step takes {:.2f} times GPT's time (byte vocabulary) and {:.1f} times its memory "
-                 '(vocabulary 50304). BST with a tenth of its pairs takes {:.1f} and {:.1f} times', *costs)
+                 '(vocabulary 50304). BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} times the memory', *costs)
     found = {}
     for row in measured('speculative_auto_epyc_cpu.json')['rows']:
         if row['auto_confidence'] == 0.02:

@@ -262,7 +262,7 @@ def flex_mask(sees, bias, T, device, doc_start, keys, queries):
         return score + bias(*tokens(b, q_idx, k_idx), h)
 
     B, n_q, n_k = 1 if doc_start is None else len(doc_start), len(queries) * T, len(keys) * T
-    make_lists = _compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
+    make_lists = compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
     with torch.no_grad():  # otherwise compiled twice, with and without gradients
         lists = make_lists(mask_mod, B, n_q, n_k, device)
     block_mask = BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
@@ -291,13 +291,13 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
 
 def _flex_attention(q, k, v, block_mask, score_mod):
     from torch.nn.attention.flex_attention import flex_attention
-    run = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     if q.shape[2] < FLEX_BLOCK:  # PyTorch's kernel for short queries: in 2.11 it ignores a slice's offset (issue
         q, (k, v) = q.contiguous(), _repeat_heads(q, k, v)  # 175325), and it wants a power of two as group size
     return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-_compiled = functools.cache(torch.compile)
+compiled = functools.cache(torch.compile)  # when it is first called, because it imports the compiler
 
 
 # ---- on a CPU: tiles ----

@@ -171,11 +171,11 @@ class LlamaBlock(nn.Module):
 class Cache(KVCache):
     """`KVCache` plus z of the last call's tokens, which the next token's correction needs."""
 
-    def __init__(self, model, batch_size, max_tokens, max_run, device, dtype):
-        super().__init__(model, batch_size, max_tokens, max_run, device, dtype)
+    def __init__(self, model, batch_size, max_tokens, max_call, device, dtype):
+        super().__init__(model, batch_size, max_tokens, max_call, device, dtype)
         # z[:, 0] is of the token before the last call, z[:, 1 + i] of the token in hidden[:, i]: a
         # rollback can resume from any of them. The initial zeros are the paper's z_{-1}.
-        self.z = self.hidden.new_zeros(batch_size, max_run + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
+        self.z = self.hidden.new_zeros(batch_size, max_call + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
         self.n_unrolls = None  # unrolls in the last parallel prefill
 
     def last_z(self):
@@ -183,7 +183,7 @@ class Cache(KVCache):
         return self.z[self.batch_idx, 1 + self.last[:, None]]
 
     def keep_z(self, z):
-        """Store z (B, n, C) of the last max_run tokens and the z before them. Call before `end`."""
+        """Store z (B, n, C) of the last max_call tokens and the z before. Call before `end`."""
         tail = self.tail(z.shape[1])
         tail = torch.cat([tail[:, :1], 1 + tail], 1)
         self.z[:, :tail.shape[1]] = torch.cat([self.last_z(), z], 1)[self.batch_idx, tail]
@@ -420,25 +420,25 @@ class Model(nn.Module):
 
     # ---- decoding ----
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        return Cache(self, batch_size, max_tokens, max_run, device, dtype)
+        return Cache(self, batch_size, max_tokens, max_call, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py.
 
-        Calls of n <= cache.max_run are streamed; longer ones run as the setting `prefill` says.
+        Calls of n <= cache.max_call are streamed; longer ones run as the setting `prefill` says.
         """
         c, n, zs, z = self.config, tokens.shape[1], [], cache.last_z()
-        in_parallel = c.K == 1 or n > cache.max_run and c.prefill == 'parallel'
-        for run in cache.runs(tokens, lengths, piece_len=None if in_parallel else 1):
-            e, starts = self.embed(run.tokens), run.positions == run.doc_start
+        in_parallel = c.K == 1 or n > cache.max_call and c.prefill == 'parallel'
+        for piece in cache.pieces(tokens, lengths, piece_len=None if in_parallel else 1):
+            e, starts = self.embed(piece.tokens), piece.positions == piece.doc_start
             if in_parallel and c.K > 1:
-                is_token = torch.arange(e.shape[1], device=e.device) < run.n_new[:, None]
-                z, cache.n_unrolls = self._fixed_point(is_token, e, z, starts, run.rope, run.mask(), cache)
+                is_token = torch.arange(e.shape[1], device=e.device) < piece.n_new[:, None]
+                z, cache.n_unrolls = self._fixed_point(is_token, e, z, starts, piece.rope, piece.mask(), cache)
             else:
-                z = self.step(e, z if c.K > 1 else None, starts, run.rope, run.mask(), cache)
+                z = self.step(e, z if c.K > 1 else None, starts, piece.rope, piece.mask(), cache)
             zs.append(z)
             z = z[:, -1:]
         z = torch.cat(zs, 1)

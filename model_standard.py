@@ -162,19 +162,19 @@ class Model(nn.Module):
         """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        return KVCache(self, batch_size, max_tokens, max_run, device, dtype)
+        return KVCache(self, batch_size, max_tokens, max_call, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache: a prompt, one token, or a draft to verify.
 
         lengths: (B,) tokens per right-padded row, each >= 1. Returns the logits of each row's last
-        token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_run.
+        token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_call.
         """
-        h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
-                       for run in cache.runs(tokens, lengths)], 1)
+        h = torch.cat([self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache)
+                       for piece in cache.pieces(tokens, lengths)], 1)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 

@@ -1,4 +1,4 @@
-"""A fast `Model.loop` for model_gpn: `scan_window` for training, `Decoder` for decoding.
+"""A fast `Model.loop` for model_gpn: `scan_states` for training, `Decoder` for decoding.
 
     scans/gpn.py               any device: weights and their gradients, segments, decoding
     scans/gpn_gpu.py           a GPU: the steps of a segment, as a CUDA graph. It has the operations
@@ -151,7 +151,7 @@ def fold(model):
     return [*weights, write.log_rate.exp(), Sizes.from_config(c).key_of(write.key.bias)]
 
 
-# ---- the operator over a window: a custom op, so that the compiler sees no loop ----
+# ---- the operator: all steps of a batch, a custom op, so that the compiler sees no loop ----
 
 def uses_c(device):
     return device.type == 'cpu' and not scans.KERNELS_ON_CPU
@@ -298,7 +298,7 @@ def product_dtype(dtype, device):
     return c_dtype(dtype) if uses_c(device) else dtype
 
 
-def scan_window(model, u, carry_mask=None):
+def scan_states(model, u, carry_mask=None):
     """Compute `Model.loop`: return the states (B, T, C). u: (B, T, C), fp32 or wider."""
     c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # autocast ignores float64

@@ -244,7 +244,7 @@ def test_bf16_errors_in_triton_are_like_those_of_the_equations(kernels_device):
 @in_kernels
 def test_triton_decoding_equals_the_full_forward_in_float64(kernels_device):
     model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
-    decode_in_pieces(model, idx, max_run=3, tolerance=1e-8)
+    decode_in_pieces(model, idx, max_call=3, tolerance=1e-8)
 
 
 class Rerun(gpn_gpu.Graph):

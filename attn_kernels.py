@@ -14,7 +14,7 @@ add `score_bias(q, k, head)` to its scores: a function of tokens and heads, like
 
     patterns        Tokens, document_starts, make_mask, attention
     layers          check_sizes and check_shape, rope_table and rotate, checkpointed
-    the loss        CrossEntropy, chunked_loss, mask_padding
+    the loss        CrossEntropy, chunked_loss, counted_targets, mask_padding
     KVCache         decoding state
     digest          fingerprint of source code, which pins the code in scans/ to the equations
 
@@ -471,6 +471,11 @@ def rotate(x, rope):
 def at_least_fp32(x):
     """Cast x to fp32, unless it is float64. A log-sum-exp of bf16 logits would be off by 0.06."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def counted_targets(idx, targets, eos_id):
+    """Ignore (-1) the targets of eos inputs, which start other documents. idx, targets: (B, T)."""
+    return targets if eos_id is None else targets.masked_fill(idx == eos_id, -1)
 
 
 def mask_padding(logits, n_ids):

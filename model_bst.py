@@ -36,8 +36,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs, rope_table, rotate)
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
+                          rope_table, rotate)
 
 
 @dataclass
@@ -187,8 +188,7 @@ class Model(nn.Module):
         t_b = torch.where(joined[:, 1:], self.text_b(F.pad(b, (0, 0, 0, 1))), self.text_b(self.no_suffix))
         losses = self._pair_losses(t_f.flatten(0, 1), t_b.flatten(0, 1), labels, start)
         with torch.no_grad():
-            if c.eos_id is not None:
-                targets = targets.masked_fill(idx == c.eos_id, -1)
+            targets = counted_targets(idx, targets, c.eos_id)
             rows = self._next_state(f).flatten(0, 1), targets.flatten()
             total = chunked_loss(self._nll, rows, self.parameters(), c.vocab_size)
             nll = total['nll'] / (targets >= 0).sum().clamp(min=1)

@@ -34,9 +34,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (CrossEntropy, KVCache, Tokens, attention, check_shape, checkpointed, chunked_loss, dense_mask,
-                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
-                          rope_table, rotate, sequence)
+from attn_kernels import (CrossEntropy, KVCache, Tokens, attention, check_shape, checkpointed, chunked_loss,
+                          counted_targets, dense_mask, document_starts, make_mask, mask_padding, mean_keys,
+                          n_matrix_weights, outside_graphs, rope_table, rotate, sequence)
 
 try:
     from scans import context_ready, pinned
@@ -323,11 +323,9 @@ class Model(nn.Module):
         """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
 
         Only the last unroll has a loss (section 3.2). Training runs as many unrolls as `begin_step`
-        drew, evaluation config.K. With bptt, the loss is streaming's. With eos_id set, the target
-        of an eos input is ignored: it starts another document.
+        drew, evaluation config.K. With bptt, the loss is streaming's.
         """
-        if self.config.eos_id is not None:
-            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        targets = counted_targets(idx, targets, self.config.eos_id)
         loss = self.nll(self.states(idx), targets)
         return {'loss': loss, 'nll': loss.detach()}
 

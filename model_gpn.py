@@ -28,7 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import CrossEntropy, check_sizes, chunked_loss, mask_padding, outside_graphs
+from attn_kernels import CrossEntropy, check_sizes, chunked_loss, counted_targets, mask_padding, outside_graphs
 
 try:
     from scans import gpn, pinned
@@ -271,12 +271,8 @@ class Model(nn.Module):
         return self.head_input(self.states(idx))
 
     def forward(self, idx, targets):
-        """Return {'loss', 'nll'}, mean nats per token (eq. 3). idx, targets: (B, T); -1 is ignored.
-
-        With eos_id set, the target of an eos input is ignored: it starts another document.
-        """
-        if self.config.eos_id is not None:
-            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        """Return {'loss', 'nll'}, nats per token (eq. 3). idx, targets: (B, T); -1 is ignored."""
+        targets = counted_targets(idx, targets, self.config.eos_id)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)

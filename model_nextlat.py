@@ -24,8 +24,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 
 @dataclass
@@ -212,13 +212,11 @@ class Model(nn.Module):
         loss = nll + lambda_h next_hidden + lambda_kl kl (or ce). Each part is averaged over i =
         1 ... d and over positions (algorithm 1). Evaluation always reports next_hidden and kl.
 
-        With eos_id set, the target of an eos input is ignored: it starts another document. A
-        prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s is
-        -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
+        A prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s
+        is -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
         """
         c, T = self.config, idx.shape[1]
-        if c.eos_id is not None:
-            targets = targets.masked_fill(idx == c.eos_id, -1)
+        targets = counted_targets(idx, targets, c.eos_id)
         states = [self.final_hidden(idx)]  # states[i][:, s]: h_s (i = 0), or h^_s after i steps of p_psi from h_{s-i}
         for _ in range(self.horizon):
             predicted = self.p_psi(states[-1][:, :-1], idx[:, 1:])

@@ -36,8 +36,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed
@@ -209,12 +209,8 @@ class Model(nn.Module):
         return self._run_blocks(idx, rope, masks)
 
     def forward(self, idx, targets):
-        """Return {'loss', 'nll'}, mean nats per token (eq. 4). idx, targets: (B, T); -1 is ignored.
-
-        With eos_id set, the target of an eos input is ignored: it starts another document.
-        """
-        if self.config.eos_id is not None:
-            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        """Return {'loss', 'nll'}, nats per token (eq. 4). idx, targets: (B, T); -1 is ignored."""
+        targets = counted_targets(idx, targets, self.config.eos_id)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)

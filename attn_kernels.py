@@ -14,7 +14,7 @@ add `score_bias(q, k, head)` to its scores: a function of tokens and heads, like
 
     patterns        Tokens, document_starts, make_mask, attention
     layers          check_sizes and check_shape, rope_table and rotate, checkpointed
-    the loss        CrossEntropy, chunked_loss, mask_padding
+    the loss        CrossEntropy, chunked_loss, counted_targets, mask_padding
     KVCache         decoding state
     digest          fingerprint of source code, which pins the code in scans/ to the equations
 
@@ -81,7 +81,7 @@ def document_starts(idx, eos_id):
 
 
 class Mask(NamedTuple):
-    """A pattern prepared for `attention`, made by `make_mask` or `Run.mask`."""
+    """A pattern prepared for `attention`, made by `make_mask` or `Piece.mask`."""
 
     kind: str  # causal, tiles, flex or dense
     data: Any = None
@@ -201,8 +201,8 @@ def _whole_mask(sees, T, doc_start, keys, queries, device):
 def attention(q, k, v, mask):
     """Return softmax(q k^T / sqrt(D)) v under a mask: (B, n_q, H, D).
 
-    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); mask: from `make_mask` or `Run.mask`, or a function of
-    q, k and v, such as a kernel of scans/attention.py.
+    q: (B, n_q, H, D); k, v: (B, n_k, HK, D); mask: from `make_mask` or `Piece.mask`, or a function
+    of q, k and v, such as a kernel of scans/attention.py.
     """
     if callable(mask):
         return mask(q, k, v)
@@ -262,7 +262,7 @@ def flex_mask(sees, bias, T, device, doc_start, keys, queries):
         return score + bias(*tokens(b, q_idx, k_idx), h)
 
     B, n_q, n_k = 1 if doc_start is None else len(doc_start), len(queries) * T, len(keys) * T
-    make_lists = _compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
+    make_lists = compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
     with torch.no_grad():  # otherwise compiled twice, with and without gradients
         lists = make_lists(mask_mod, B, n_q, n_k, device)
     block_mask = BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
@@ -291,13 +291,13 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
 
 def _flex_attention(q, k, v, block_mask, score_mod):
     from torch.nn.attention.flex_attention import flex_attention
-    run = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     if q.shape[2] < FLEX_BLOCK:  # PyTorch's kernel for short queries: in 2.11 it ignores a slice's offset (issue
         q, (k, v) = q.contiguous(), _repeat_heads(q, k, v)  # 175325), and it wants a power of two as group size
     return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-_compiled = functools.cache(torch.compile)
+compiled = functools.cache(torch.compile)  # when it is first called, because it imports the compiler
 
 
 # ---- on a CPU: tiles ----
@@ -473,6 +473,11 @@ def at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def counted_targets(idx, targets, eos_id):
+    """Ignore (-1) the targets of eos inputs, which start other documents. idx, targets: (B, T)."""
+    return targets if eos_id is None else targets.masked_fill(idx == eos_id, -1)
+
+
 def mask_padding(logits, n_ids):
     """Set the logits (..., V) of padding ids, from n_ids on, to -inf in place."""
     logits[..., n_ids:] = float('-inf')
@@ -567,8 +572,8 @@ class _ChunkedLoss(torch.autograd.Function):
 class KVCache:
     """KV cache of up to max_tokens tokens per row. Static shapes, so a step can be a CUDA graph.
 
-        for run in cache.runs(tokens, lengths):     usually one run: all new tokens at once
-            mask = run.mask()                       shared by all layers
+        for piece in cache.pieces(tokens, lengths):     usually one, with all new tokens
+            mask = piece.mask()                         shared by all layers
             ... in each layer: k, v = cache.append(layer, k, v); attention(q, k, v, mask)
         last = cache.end(h)                         h of each row's last token
         cache.rollback(n)                           forget the last n tokens
@@ -580,15 +585,15 @@ class KVCache:
 
         [ rho of position 2  1  0 | x of position 0  1  2 ...  | spare ]
 
-    max_run: the longest run with static shapes and rollback; n_streams: 2 for [x | rho].
+    max_call: the most tokens of a call with static shapes and rollback; n_streams: 2 for [x | rho].
     """
 
-    def __init__(self, model, batch_size, max_tokens, max_run=1, device=None, dtype=None, n_streams=1, n_layer=None):
+    def __init__(self, model, batch_size, max_tokens, max_call=1, device=None, dtype=None, n_streams=1, n_layer=None):
         c, weight = model.config, model.embed.weight
         device, dtype = device or weight.device, dtype or weight.dtype
-        self.model, self.max_tokens, self.max_run = model, max_tokens, max_run
+        self.model, self.max_tokens, self.max_call = model, max_tokens, max_call
         self.n_streams, self.eos_id = n_streams, c.eos_id
-        self.piece_len = max(max_run, 4)  # shorter pieces would make long runs slow
+        self.piece_len = max(max_call, 4)  # shorter pieces would make long calls slow
         self.slots = each_layer(model.sees, lambda sees: Slots(
             sees, batch_size, max_tokens, self.piece_len, n_streams, device))
         self.layers = self.slots if isinstance(self.slots, list) else [self.slots] * (n_layer or c.n_layer)
@@ -596,12 +601,12 @@ class KVCache:
         self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(2))
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
         self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # per position
-        self.hidden = torch.zeros(batch_size, max_run, c.n_embd, device=device, dtype=dtype)  # last h of the last call
+        self.hidden = torch.zeros(batch_size, max_call, c.n_embd, device=device, dtype=dtype)  # last h of the last call
         self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta,
                                getattr(c, 'rope_scaling', None))
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
-        self.run, self.drafted = None, 0  # the current run; tokens drafted since the last call or rollback
+        self.piece, self.drafted = None, 0  # the current piece; tokens drafted since the last call or rollback
 
     @property
     def nbytes(self):
@@ -610,16 +615,16 @@ class KVCache:
         return sum(x.nbytes for x in (*vars(self).values(), *self.rope, *self.k, *self.v, *slots)
                    if isinstance(x, torch.Tensor))
 
-    def runs(self, tokens, lengths=None, piece_len=None):
-        """Yield new tokens (B, n) as `Run`s. lengths: (B,) tokens per right-padded row, each >= 1.
+    def pieces(self, tokens, lengths=None, piece_len=None):
+        """Yield tokens (B, n) as `Piece`s. lengths: (B,) tokens per right-padded row, each >= 1.
 
-        There is one run if n <= max_run or the cache is empty. Longer calls on a cache with a ring
-        buffer are split into pieces that fit in it. piece_len sets a shorter length. Raises
-        ValueError if a row is full; on a GPU only for n > max_run, because it needs a sync.
+        There is one piece if n <= max_call or the cache is empty. Longer calls on a cache with a
+        ring buffer are split into pieces that fit in it. piece_len sets a shorter length. Raises
+        ValueError if a row is full; on a GPU only for n > max_call, because it needs a sync.
         """
         n = tokens.shape[1]
         self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths  # new tokens in this call
-        is_long = n > self.max_run
+        is_long = n > self.max_call
         if is_long or tokens.device.type == 'cpu':
             longest = int((self.lengths + self.n_new).max())
             if longest > self.max_tokens:
@@ -629,30 +634,30 @@ class KVCache:
             has_ring = min(min(slots.sizes) for slots in self.layers) < self.max_tokens
             piece_len = self.piece_len if has_ring and is_long and not is_prefill else n
         for a in range(0, n, piece_len):
-            piece = tokens[:, a:a + piece_len]
-            self.run = Run(self, piece, (self.n_new - a).clamp(0, piece.shape[1]), is_prefill)
-            yield self.run
-            self.lengths += self.run.n_new
+            part = tokens[:, a:a + piece_len]
+            self.piece = Piece(self, part, (self.n_new - a).clamp(0, part.shape[1]), is_prefill)
+            yield self.piece
+            self.lengths += self.piece.n_new
 
     def append(self, layer, k, v):
-        """Store a run's k and v (B, S n, HK, D), S streams, and return all that it attends to.
+        """Store a piece's k and v (B, S n, HK, D), S streams, and return all that it attends to.
 
-        These are the run itself in a prefill, otherwise views of the slots covered by `Run.mask`.
-        Calling it again for the same run overwrites the run's entries.
+        These are the piece itself in a prefill, otherwise views of the slots covered by
+        `Piece.mask`. Calling it again for the same piece overwrites the piece's entries.
         """
-        run, slots, k_cache, v_cache = self.run, self.layers[layer], self.k[layer], self.v[layer]
-        placed = run.placed[slots][:, :k.shape[1]]
+        piece, slots, k_cache, v_cache = self.piece, self.layers[layer], self.k[layer], self.v[layer]
+        placed = piece.placed[slots][:, :k.shape[1]]
         k_cache[self.batch_idx, :, placed] = k.to(k_cache.dtype)
         v_cache[self.batch_idx, :, placed] = v.to(v_cache.dtype)
-        if run.is_prefill:
+        if piece.is_prefill:
             return k, v
-        used = slots.used(k.shape[1] // run.tokens.shape[1], run.end)
+        used = slots.used(k.shape[1] // piece.tokens.shape[1], piece.end)
         return k_cache[:, :, used].transpose(1, 2), v_cache[:, :, used].transpose(1, 2)
 
     def tail(self, n):
-        """Return indices (B, min(n, max_run)) of each row's last tokens among the call's n."""
-        offsets = torch.arange(min(n, self.max_run), device=self.lengths.device)
-        return (self.n_new[:, None] - self.max_run).clamp(min=0) + offsets
+        """Return indices (B, min(n, max_call)) of each row's last tokens among the call's n."""
+        offsets = torch.arange(min(n, self.max_call), device=self.lengths.device)
+        return (self.n_new[:, None] - self.max_call).clamp(min=0) + offsets
 
     def end(self, h):
         """Store the last of the head's inputs h (B, n, C); return each row's last one (B, C)."""
@@ -712,11 +717,11 @@ def _reach(sees, n, stream, n_streams, device):
     return reach
 
 
-class Run:
-    """New tokens of a call and their place in the cache; from `KVCache.runs`.
+class Piece:
+    """New tokens of a call and their place in the cache; from `KVCache.pieces`.
 
     tokens, doc_start: (B, n); positions: (B, n) int64, padding is at the position after the row's
-    end; rope: cos and sin of [x | rho]; is_prefill: True for a long run on an empty cache.
+    end; rope: cos and sin of [x | rho]; is_prefill: True for a long call on an empty cache.
     """
 
     def __init__(self, cache, tokens, n_new, is_prefill):
@@ -742,7 +747,7 @@ class Run:
         return doc_start
 
     def mask(self, keys=(0,), queries=None):
-        """Return the mask of the run's queries over the keys that `KVCache.append` returns."""
+        """Return the mask of the piece's queries over the keys that `KVCache.append` returns."""
         return each_layer(self.cache.slots, lambda slots: self._mask(slots, keys, queries or keys))
 
     def _mask(self, slots, keys, queries):

@@ -25,7 +25,7 @@ hidden units give 2.569B. Inferred: the text head's size and GELU, the learned v
 prefix and suffix, and how pairs are drawn.
 
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
-    L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs per window
+    L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs per row
     f, b      final states of the encoders, h_{1:t} and h_{t+k:T} in the NextLat paper
     t_f, t_b  their terms in the text head's hidden layer: (n_text,)     n  tokens per `extend` call
 """
@@ -36,8 +36,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs, rope_table, rotate)
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
+                          rope_table, rotate)
 
 
 @dataclass
@@ -187,8 +188,7 @@ class Model(nn.Module):
         t_b = torch.where(joined[:, 1:], self.text_b(F.pad(b, (0, 0, 0, 1))), self.text_b(self.no_suffix))
         losses = self._pair_losses(t_f.flatten(0, 1), t_b.flatten(0, 1), labels, start)
         with torch.no_grad():
-            if c.eos_id is not None:
-                targets = targets.masked_fill(idx == c.eos_id, -1)
+            targets = counted_targets(idx, targets, c.eos_id)
             rows = self._next_state(f).flatten(0, 1), targets.flatten()
             total = chunked_loss(self._nll, rows, self.parameters(), c.vocab_size)
             nll = total['nll'] / (targets >= 0).sum().clamp(min=1)
@@ -248,7 +248,7 @@ class Model(nn.Module):
         return int(n_pairs)
 
     def _draw_pairs(self, T, device):
-        """Return p, q (N,) for all windows: random in training, evenly spaced in evaluation."""
+        """Return p, q (N,) for all rows: random in training, evenly spaced in evaluation."""
         pairs = torch.triu_indices(T + 1, T + 1, self.config.min_k - 2, device=device)  # q = p + k - 2, and k >= min_k
         n_all = pairs.shape[1]
         n = max(1, round(self.config.pair_share * n_all))
@@ -266,15 +266,15 @@ class Model(nn.Module):
         """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        return KVCache(self, batch_size, max_tokens, max_run, device, dtype)
+        return KVCache(self, batch_size, max_tokens, max_call, device, dtype)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
-        f = torch.cat([self.forward_encoder(self.embed(run.tokens), run.rope, run.mask(), cache)
-                       for run in cache.runs(tokens, lengths)], 1)
+        f = torch.cat([self.forward_encoder(self.embed(piece.tokens), piece.rope, piece.mask(), cache)
+                       for piece in cache.pieces(tokens, lengths)], 1)
         h = self._next_state(f)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)

@@ -23,7 +23,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import CrossEntropy, check_sizes, checkpointed, chunked_loss, mask_padding, outside_graphs
+from attn_kernels import (CrossEntropy, check_sizes, checkpointed, chunked_loss, counted_targets, mask_padding,
+                          outside_graphs)
 
 try:
     from scans import gdn, pinned
@@ -222,12 +223,8 @@ class Model(nn.Module):
         return self.norm(h)
 
     def forward(self, idx, targets):
-        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
-
-        With eos_id set, the target of an eos input is ignored: it starts another document.
-        """
-        if self.config.eos_id is not None:
-            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T); -1 is ignored."""
+        targets = counted_targets(idx, targets, self.config.eos_id)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
@@ -245,9 +242,9 @@ class Model(nn.Module):
         """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty cache for batch_size rows. Its size does not depend on max_tokens."""
-        return Cache(self, batch_size, max_tokens, max_run, device or self.embed.weight.device)
+        return Cache(self, batch_size, max_tokens, max_call, device or self.embed.weight.device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -275,76 +272,76 @@ class Model(nn.Module):
 class Cache:
     """Decoding state, whose size does not depend on the number of tokens.
 
-        a row's tokens   [ 0 1 ...           n - r - 1 | n - r ... n - 1 ]  r: run_len <= max_run
-        memory           [ written                     |                 ]
-        run              [                             | q, k, v, ...    ]  pending
-        window           [              W - 1 tokens   | and the run     ]  convolution inputs, eos
+        a row's tokens   [ 0 1 ...         n - p - 1 | n - p ... n - 1 ]  p: n_pending <= max_call
+        memory           [ written                   |                 ]
+        pending          [                           | q, k, v, ...    ]
+        recent           [            W - 1 tokens   | and these       ]  convolution inputs, eos
 
-    The next call writes the pending run, so `rollback` only has to shorten it.
+    The next call writes the pending tokens, so `rollback` only has to lower their number.
     """
 
-    def __init__(self, model, batch_size, max_tokens, max_run, device):
-        c, B, window = model.config, batch_size, model.config.conv_size - 1 + max_run
-        self.max_tokens, self.max_run, self.eos_id, self.conv_size = max_tokens, max_run, c.eos_id, c.conv_size
+    def __init__(self, model, batch_size, max_tokens, max_call, device):
+        c, B, n_recent = model.config, batch_size, model.config.conv_size - 1 + max_call
+        self.max_tokens, self.max_call, self.eos_id, self.conv_size = max_tokens, max_call, c.eos_id, c.conv_size
         like = torch.empty(B, device=device, dtype=torch.promote_types(model.embed.weight.dtype, torch.float32))
         self.memory = torch.stack([block.empty_memory(like) for block in model.blocks])  # (L, B, H, K, D)
-        self.run = [[like.new_zeros(B, max_run, *shape) for shape in block.token_shapes] for block in model.blocks]
-        self.window = {block.layer: like.new_zeros(B, window, sum(block.sizes)) for block in model.blocks}
-        self.window['is_eos'] = torch.zeros(B, window, device=device, dtype=torch.bool)
-        self.run_len = torch.zeros(B, device=device, dtype=torch.int64)
+        self.pending = [[like.new_zeros(B, max_call, *shape) for shape in block.token_shapes] for block in model.blocks]
+        self.recent = {block.layer: like.new_zeros(B, n_recent, sum(block.sizes)) for block in model.blocks}
+        self.recent['is_eos'] = torch.zeros(B, n_recent, device=device, dtype=torch.bool)
+        self.n_pending = torch.zeros(B, device=device, dtype=torch.int64)
         self.lengths = torch.zeros(B, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(B, max_run, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # h of the run
+        self.hidden = torch.zeros(B, max_call, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # their h
         self.rows = torch.arange(B, device=device).unsqueeze(1)
 
     @property
     def nbytes(self):
         """Return the bytes of all tensors kept between calls."""
-        kept = self.memory, self.run_len, self.lengths, self.hidden, self.rows
-        return sum(x.nbytes for x in (*kept, *self.window.values(), *sum(self.run, [])))
+        kept = self.memory, self.n_pending, self.lengths, self.hidden, self.rows
+        return sum(x.nbytes for x in (*kept, *self.recent.values(), *sum(self.pending, [])))
 
     def begin(self, n, lengths):
         """Start a call of n tokens. lengths: (B,) tokens per right-padded row, or None."""
-        self.position = torch.arange(max(n, self.max_run) + self.conv_size, device=self.lengths.device)
+        self.position = torch.arange(max(n, self.max_call) + self.conv_size, device=self.lengths.device)
         self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
-        self.before_idx = self.run_len[:, None] + self.position[:self.conv_size - 1]  # the W - 1 tokens before the call
-        self.is_unwritten = self.position[:self.max_run] < self.run_len[:, None]  # pending tokens of the last call
+        self.before_idx = self.n_pending[:, None] + self.position[:self.conv_size - 1]  # W - 1 tokens before the call
+        self.is_unwritten = self.position[:self.max_call] < self.n_pending[:, None]  # of the last call
         self.unwritten_starts = None
         if self.eos_id is not None:
-            self.unwritten_starts = document_masks(self.window['is_eos'], self.conv_size)[1].clone()
-        self.run_start = (self.n_new - self.max_run).clamp(min=0)[:, None]  # first token of this call's run
-        self.is_early = self.position[:n] < self.run_start
+            self.unwritten_starts = document_masks(self.recent['is_eos'], self.conv_size)[1].clone()
+        self.pending_start = (self.n_new - self.max_call).clamp(min=0)[:, None]  # first token that stays pending
+        self.is_early = self.position[:n] < self.pending_start
 
     def keep(self, kept, x):
-        """Copy x (B, m, ...), from the start of this call's run, into `kept`, as far as it fits."""
+        """Copy x (B, m, ...), from the first pending token, into `kept`, as far as it fits."""
         m = min(kept.shape[1], x.shape[1])
-        kept[:, :m] = x[self.rows, self.run_start + self.position[:m]]
+        kept[:, :m] = x[self.rows, self.pending_start + self.position[:m]]
 
     def join(self, name, x):
-        """Prepend the last W - 1 inputs to x (B, n, ...), and store the new window."""
-        window = self.window[name]
-        x = torch.cat([window[self.rows, self.before_idx].to(x.dtype), x], 1)
-        self.keep(window, x)
+        """Prepend the last W - 1 inputs to x (B, n, ...), and store the new recent inputs."""
+        recent = self.recent[name]
+        x = torch.cat([recent[self.rows, self.before_idx].to(x.dtype), x], 1)
+        self.keep(recent, x)
         return x
 
     def scan(self, block, *tokens, is_doc_start):
-        """Return a layer's outputs (B, n, H, D). Writes tokens before this call's run to memory."""
-        memory, run = self.memory[block.layer], self.run[block.layer]
-        memory.copy_(block.scan(memory, *run, is_doc_start=self.unwritten_starts, active=self.is_unwritten)[1])
+        """Return a layer's outputs (B, n, H, D). Writes tokens that do not stay pending."""
+        memory, pending = self.memory[block.layer], self.pending[block.layer]
+        memory.copy_(block.scan(memory, *pending, is_doc_start=self.unwritten_starts, active=self.is_unwritten)[1])
         memory_read, _ = block.scan(memory, *tokens, is_doc_start=is_doc_start)
-        if tokens[0].shape[1] > self.max_run:
+        if tokens[0].shape[1] > self.max_call:
             memory.copy_(block.scan(memory, *tokens, is_doc_start=is_doc_start, active=self.is_early)[1])
-        for kept, x in zip(run, tokens):
+        for kept, x in zip(pending, tokens):
             self.keep(kept, x)
         return memory_read
 
     def end(self, h):
         """Finish a call: store h (B, n, C), return that of each row's last token (B, C)."""
-        self.run_len.copy_(self.n_new - self.run_start[:, 0])
+        self.n_pending.copy_(self.n_new - self.pending_start[:, 0])
         self.lengths += self.n_new
         self.keep(self.hidden, h)
         return h[self.rows[:, 0], self.n_new - 1]
 
     def rollback(self, n):
         """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
-        self.run_len -= n
+        self.n_pending -= n
         self.lengths -= n

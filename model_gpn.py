@@ -28,7 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import CrossEntropy, check_sizes, chunked_loss, mask_padding, outside_graphs
+from attn_kernels import CrossEntropy, check_sizes, chunked_loss, counted_targets, mask_padding, outside_graphs
 
 try:
     from scans import gpn, pinned
@@ -48,7 +48,7 @@ class Config:
     d_v: int = 256  # value size of a memory head, D
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, to a multiple of 128 (inferred: 6656 at 2496)
     bptt_len: int | None = None  # truncated BPTT: gradients stop at multiples of this many steps; None: never
-    segment_len: int = 32  # steps recomputed at a time in the backward pass: trades memory for time, same result
+    segment_len: int = 32  # steps recomputed at a time in the backward pass; the same result
     scan: Literal['auto', 'loop', 'fast'] = 'auto'  # fast: scans/gpn.py; loop: the equations; auto: fast if unedited
     decoder_bias: bool = False  # learned bias in the decoder (section 7.2; placed as in the official code)
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
@@ -263,7 +263,7 @@ class Model(nn.Module):
         if self.config.eos_id is not None:
             carry_mask = F.pad(idx[:, :-1] != self.config.eos_id, (1, 0), value=True)
         if self.fast and gpn.runs_on(u.device):
-            return gpn.scan_window(self, u, carry_mask)
+            return gpn.scan_states(self, u, carry_mask)
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())[0]
 
     def final_hidden(self, idx):
@@ -271,12 +271,8 @@ class Model(nn.Module):
         return self.head_input(self.states(idx))
 
     def forward(self, idx, targets):
-        """Return {'loss', 'nll'}, mean nats per token (eq. 3). idx, targets: (B, T); -1 is ignored.
-
-        With eos_id set, the target of an eos input is ignored: it starts another document.
-        """
-        if self.config.eos_id is not None:
-            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        """Return {'loss', 'nll'}, nats per token (eq. 3). idx, targets: (B, T); -1 is ignored."""
+        targets = counted_targets(idx, targets, self.config.eos_id)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
@@ -296,14 +292,14 @@ class Model(nn.Module):
 
     # ---- decoding ----
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty cache for batch_size rows. Its size does not depend on max_tokens.
 
         scans/gpn.py copies the weights here, so later weight updates do not reach this cache.
         """
         device = device or self.fuse.weight.device
         decoder = gpn.Decoder(self, device) if self.fast and gpn.runs_on(torch.device(device)) else self
-        return Cache(decoder, self.config.eos_id, batch_size, max_tokens, max_run, self.config.d_emb, device)
+        return Cache(decoder, self.config.eos_id, batch_size, max_tokens, max_call, self.config.d_emb, device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -315,7 +311,7 @@ class Model(nn.Module):
             tokens, active = tokens.gather(1, (position - shift).clamp(min=0)), position >= shift
         h = self.head_input(cache.append(tokens, self.ground_input(tokens), active))
         cache.lengths += n if lengths is None else lengths
-        tail = shift.clamp(min=n - cache.max_run) + position[:cache.max_run]  # each row's last max_run tokens
+        tail = shift.clamp(min=n - cache.max_call) + position[:cache.max_call]  # each row's last max_call tokens
         cache.hidden[:, :tail.shape[1]] = h.take_along_dim(tail.clamp(max=n - 1).unsqueeze(-1), 1)
         if not all_positions:
             h = h[:, -1]
@@ -359,21 +355,21 @@ def choose_rows(mask, a, b):
 
 
 class Cache:
-    """State and memory of each row, now and before each of the last max_run tokens.
+    """State and memory of each row, now and before each of the last max_call tokens.
 
         tokens of the last call        ...     n - 2      n - 1
-        history [ ... | [-3] before n - 2 | [-2] before n - 1 | [-1] now ]     max_run + 1 entries
+        history [ ... | [-3] before n - 2 | [-2] before n - 1 | [-1] now ]     max_call + 1 entries
 
     `rollback(n)` copies entry [-1 - n] to [-1]. Longer calls keep only the entries that fit.
     """
 
-    def __init__(self, decoder, eos_id, batch_size, max_tokens, max_run, width, device):
-        self.decoder, self.eos_id, self.max_tokens, self.max_run = decoder, eos_id, max_tokens, max_run
+    def __init__(self, decoder, eos_id, batch_size, max_tokens, max_call, width, device):
+        self.decoder, self.eos_id, self.max_tokens, self.max_call = decoder, eos_id, max_tokens, max_call
         ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)  # True after the last token of a document
         state = *decoder.first_state(batch_size, device), ended
-        self.history = [torch.stack([x] * (max_run + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
+        self.history = [torch.stack([x] * (max_call + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # tokens held by each row
-        self.hidden = state[0].new_zeros(batch_size, max_run, width)  # h of the last call's last tokens
+        self.hidden = state[0].new_zeros(batch_size, max_call, width)  # h of the last call's last tokens
 
     @property
     def nbytes(self):
@@ -382,7 +378,7 @@ class Cache:
     def append(self, tokens, u, active):
         """Run tokens (B, n) and return the predicted states (B, n, C). u, active: see `loop`."""
         (*state, ended), u, carry_mask = self.history, u.to(self.history[0].dtype), None
-        early, m = max(0, tokens.shape[1] - self.max_run), min(tokens.shape[1], self.max_run)
+        early, m = max(0, tokens.shape[1] - self.max_call), min(tokens.shape[1], self.max_call)
         for x in self.history:
             x[-1 - m].copy_(x[-1])
         if self.eos_id is not None:
@@ -404,5 +400,5 @@ class Cache:
         """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
         row = torch.arange(len(self.lengths), device=self.lengths.device)
         for x in self.history:
-            x[-1].copy_(x[self.max_run - n + torch.zeros_like(row), row])
+            x[-1].copy_(x[self.max_call - n + torch.zeros_like(row), row])
         self.lengths -= n

@@ -17,8 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 
 @dataclass
@@ -147,8 +147,7 @@ class Model(nn.Module):
         -1 are ignored, and with eos_id set, predictions across a document boundary are, too.
         """
         c, T = self.config, idx.shape[1]
-        if c.eos_id is not None:
-            targets = targets.masked_fill(idx == c.eos_id, -1)
+        targets = counted_targets(idx, targets, c.eos_id)
         targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
         if c.eos_id is not None:
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
@@ -179,17 +178,17 @@ class Model(nn.Module):
         """Add Fetch's initial weights to a model_standard run's weights; logits do not change."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('fetch.')} | tensors
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype)
-        cache.given = torch.zeros_like(cache.hidden[..., 0], dtype=torch.int64)  # (B, max_run): Fetch's input
+        cache = KVCache(self, batch_size, max_tokens, max_call, device, dtype)
+        cache.given = torch.zeros_like(cache.hidden[..., 0], dtype=torch.int64)  # (B, max_call): Fetch's input
         return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
-        h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
-                       for run in cache.runs(tokens, lengths)], 1)
+        h = torch.cat([self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache)
+                       for piece in cache.pieces(tokens, lengths)], 1)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 

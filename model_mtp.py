@@ -18,8 +18,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 
 @dataclass
@@ -136,8 +136,7 @@ class Model(nn.Module):
         -1 are ignored, and with eos_id set, predictions across a document boundary are, too.
         """
         c, T = self.config, idx.shape[1]
-        if c.eos_id is not None:
-            targets = targets.masked_fill(idx == c.eos_id, -1)
+        targets = counted_targets(idx, targets, c.eos_id)
         targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
         if c.eos_id is not None:
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
@@ -167,18 +166,18 @@ class Model(nn.Module):
         """Add the future blocks' initial weights to a model_standard run's weights."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('future.')} | tensors
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        n_future = self.config.horizon if max_run > 1 else 0  # plain decoding needs no future blocks
-        cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype, n_layer=self.config.n_layer + n_future)
-        cache.future = cache.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_run, d, C): h of each future block
+        n_future = self.config.horizon if max_call > 1 else 0  # plain decoding needs no future blocks
+        cache = KVCache(self, batch_size, max_tokens, max_call, device, dtype, n_layer=self.config.n_layer + n_future)
+        cache.future = cache.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_call, d, C): h of future blocks
         return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
-        states = [self._run_blocks(run.tokens, run.rope, run.mask(), cache, n_future=cache.future.shape[2])
-                  for run in cache.runs(tokens, lengths)]
+        states = [self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache, n_future=cache.future.shape[2])
+                  for piece in cache.pieces(tokens, lengths)]
         h, *future = (torch.cat(parts, 1) for parts in zip(*states))
         tail = cache.tail(tokens.shape[1])
         for i, state in enumerate(future):

@@ -24,8 +24,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 
 @dataclass
@@ -212,13 +212,11 @@ class Model(nn.Module):
         loss = nll + lambda_h next_hidden + lambda_kl kl (or ce). Each part is averaged over i =
         1 ... d and over positions (algorithm 1). Evaluation always reports next_hidden and kl.
 
-        With eos_id set, the target of an eos input is ignored: it starts another document. A
-        prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s is
-        -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
+        A prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s
+        is -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
         """
         c, T = self.config, idx.shape[1]
-        if c.eos_id is not None:
-            targets = targets.masked_fill(idx == c.eos_id, -1)
+        targets = counted_targets(idx, targets, c.eos_id)
         states = [self.final_hidden(idx)]  # states[i][:, s]: h_s (i = 0), or h^_s after i steps of p_psi from h_{s-i}
         for _ in range(self.horizon):
             predicted = self.p_psi(states[-1][:, :-1], idx[:, 1:])
@@ -264,17 +262,17 @@ class Model(nn.Module):
         """Add p_psi's initial weights to a model_standard run's weights; logits do not change."""
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith('dynamics.')} | tensors
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        cache = KVCache(self, batch_size, max_tokens, max_run, device, dtype)
-        cache.draft_states = torch.zeros_like(cache.hidden)  # (B, max_run, C): h^ of the drafted tokens
+        cache = KVCache(self, batch_size, max_tokens, max_call, device, dtype)
+        cache.draft_states = torch.zeros_like(cache.hidden)  # (B, max_call, C): h^ of the drafted tokens
         return cache
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
-        h = torch.cat([self._run_blocks(run.tokens, run.rope, run.mask(), cache)
-                       for run in cache.runs(tokens, lengths)], 1)
+        h = torch.cat([self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache)
+                       for piece in cache.pieces(tokens, lengths)], 1)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 

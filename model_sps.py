@@ -36,8 +36,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, document_starts,
-                          make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
 
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed
@@ -209,12 +209,8 @@ class Model(nn.Module):
         return self._run_blocks(idx, rope, masks)
 
     def forward(self, idx, targets):
-        """Return {'loss', 'nll'}, mean nats per token (eq. 4). idx, targets: (B, T); -1 is ignored.
-
-        With eos_id set, the target of an eos input is ignored: it starts another document.
-        """
-        if self.config.eos_id is not None:
-            targets = targets.masked_fill(idx == self.config.eos_id, -1)
+        """Return {'loss', 'nll'}, nats per token (eq. 4). idx, targets: (B, T); -1 is ignored."""
+        targets = counted_targets(idx, targets, self.config.eos_id)
         rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
@@ -239,20 +235,20 @@ class Model(nn.Module):
             embed[n_ids:n_ids + 1].normal_(std=embed[:n_ids].std().item())
         return tensors | {'embed.weight': embed}
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        return KVCache(self, batch_size, max_tokens, max_run, device, dtype, n_streams=2)
+        return KVCache(self, batch_size, max_tokens, max_call, device, dtype, n_streams=2)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache: a prompt, one token, or a draft to verify.
 
         lengths: (B,) tokens per right-padded row, each >= 1. Returns the logits of each row's last
-        token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_run.
+        token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_call.
         """
         pairs = dict.fromkeys(map(self.streams, range(self.config.n_layer)))
-        h = torch.cat([self._run_blocks(run.tokens, run.rope, {pair: run.mask(*pair) for pair in pairs}, cache)
-                       for run in cache.runs(tokens, lengths)], 1)
+        h = torch.cat([self._run_blocks(piece.tokens, piece.rope, {pair: piece.mask(*pair) for pair in pairs}, cache)
+                       for piece in cache.pieces(tokens, lengths)], 1)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 

@@ -98,7 +98,7 @@ class Settings:
                      decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9))
 
 
-BF16_PARAMETERS = 1_000_000  # from this size on, bf16 pays off on CPUs that have it; at 0.8M it may be slower
+MIN_BF16_PARAMETERS = 1_000_000  # from this size on, bf16 pays off on CPUs that have it; at 0.8M it may be slower
 
 
 # ---- schedule and optimizer ----
@@ -248,7 +248,7 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
         from common.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)
         load_initial_weights(s, record, model, idx.to(machine.device))
-    machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= BF16_PARAMETERS)
+    machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= MIN_BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}'

@@ -176,9 +176,9 @@ def decodable(model):
     return Recomputing(model)
 
 
-def allocate_cache(model, prompts: list, max_new_tokens: int, max_run: int = 1):
+def allocate_cache(model, prompts: list, max_new_tokens: int, max_call: int = 1):
     """Return an empty cache with room for the prompts and the new tokens."""
-    return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_run)
+    return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_call)
 
 
 def record_graph(step, undo, beside=None):

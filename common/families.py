@@ -4,7 +4,7 @@ from common import models
 
 LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 FAMILIES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}  # `model_type`: class
-STANDARD_CODE = '5476bc6ccda9b90a'  # digest of what computes the same as these: see `code_digest`
+STANDARD_CODE = 'b7b6112750b7cc79'  # digest of what computes the same as these: see `code_digest`
 
 
 def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:

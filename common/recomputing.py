@@ -15,8 +15,8 @@ class Recomputing:
     def __init__(self, model):
         self.model, self.config, self.parameters = model, model.config, model.parameters
 
-    def new_cache(self, batch_size, max_tokens, max_run=1, device=None, dtype=None):
-        return TextCache(batch_size, max_tokens, max_run, device or next(self.parameters()).device)
+    def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
+        return TextCache(batch_size, max_tokens, max_call, device or next(self.parameters()).device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -41,8 +41,8 @@ class Recomputing:
 class TextCache:
     """The text of each row: tokens (B, max_tokens + 1), filled up to `lengths` (B,)."""
 
-    def __init__(self, batch_size, max_tokens, max_run, device):
-        self.max_tokens, self.max_run = max_tokens, max_run
+    def __init__(self, batch_size, max_tokens, max_call, device):
+        self.max_tokens, self.max_call = max_tokens, max_call
         self.tokens = torch.zeros(batch_size, max_tokens + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.nbytes = self.tokens.nbytes + self.lengths.nbytes

@@ -73,10 +73,10 @@ class Scorer:
         contexts = [context for context, _ in batch]
         n_turns = max(len(members) for _, members in batch)
         longest = max(len(continuation) for _, members in batch for _, continuation in members)
-        max_run = longest
+        max_call = longest
         if n_turns == 1:  # feed a long continuation in pieces, to bound the size of its logits
-            max_run = min(longest, max(1, self.max_logits // self.model.config.vocab_size))
-        model, cache = decodable(self.model), allocate_cache(self.model, contexts, longest, max_run)
+            max_call = min(longest, max(1, self.max_logits // self.model.config.vocab_size))
+        model, cache = decodable(self.model), allocate_cache(self.model, contexts, longest, max_call)
         tokens, lengths = pad(contexts, self.device)
         first_logits = model.extend(tokens, cache, lengths)
         results = {}
@@ -84,8 +84,8 @@ class Scorer:
             members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
             targets, lengths = pad([continuation for _, continuation in members], self.device)
             judged, n_read = [target_log_probs(first_logits[:, None], targets[:, :1])], targets.shape[1] - 1
-            for start in range(0, n_read, max_run):  # several runs only for a batch of one row
-                tokens = targets[:, start:min(start + max_run, n_read)]
+            for start in range(0, n_read, max_call):  # several calls only for a batch of one row
+                tokens = targets[:, start:min(start + max_call, n_read)]
                 n_new = (lengths - 1).clamp(1, tokens.shape[1])
                 logits = model.extend(tokens, cache, n_new, all_positions=True)
                 judged.append(target_log_probs(logits, targets[:, start + 1:start + 1 + tokens.shape[1]]))

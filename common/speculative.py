@@ -212,28 +212,28 @@ class SelfDrafter:
 class ModelDrafter:
     """Drafts from another model, of any architecture.
 
-    A cache can only roll back its last run, so each step feeds the whole draft so far as one run.
+    A cache can only roll back its last call, so each step feeds the whole draft so far in one call.
     This costs little more than feeding its last token.
     """
 
-    def __init__(self, model, prompts, room, max_run):
+    def __init__(self, model, prompts, room, max_call):
         """room: number of tokens after the prompts that the cache must hold."""
         self.model, device = decoding.decodable(model), next(model.parameters()).device
-        self.cache = decoding.allocate_cache(model, prompts, room, max_run)
+        self.cache = decoding.allocate_cache(model, prompts, room, max_call)
         tokens, lengths = decoding.pad(prompts, device)
         decoding.check_logits(self.model.extend(tokens, self.cache, lengths))
-        self.new_run = torch.zeros(len(prompts), max_run, dtype=torch.int64, device=device)
+        self.to_feed = torch.zeros(len(prompts), max_call, dtype=torch.int64, device=device)
         self.n_unread = torch.ones_like(lengths)  # 1 or 2 text tokens that are not in the cache yet
-        self.n_held = torch.zeros_like(lengths)  # tokens of new_run already in the cache
+        self.n_held = torch.zeros_like(lengths)  # tokens of to_feed already in the cache
         self.batch_idx = torch.arange(len(prompts), device=device)
 
     def step(self, i, token, pick):
         """See `SelfDrafter.step`."""
-        self.new_run[self.batch_idx, self.n_unread + i - 1] = token
+        self.to_feed[self.batch_idx, self.n_unread + i - 1] = token
         self.cache.rollback(self.n_held)
         width = i + (int(self.n_unread.max()) if token.device.type == 'cpu' else 2)
         self.n_held.copy_(self.n_unread + i)
-        return pick(self.model.extend(self.new_run[:, :width], self.cache, self.n_held))
+        return pick(self.model.extend(self.to_feed[:, :width], self.cache, self.n_held))
 
     def end_round(self, n, drafts, accepted, live):
         """See `SelfDrafter.end_round`."""
@@ -241,7 +241,7 @@ class ModelDrafter:
             return
         self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.n_held))
         self.n_held.zero_()
-        self.new_run[:, 0] = drafts[:, n - 1]  # unread if all were accepted, else overwritten by the next step
+        self.to_feed[:, 0] = drafts[:, n - 1]  # unread if all were accepted, else overwritten by the next step
         self.n_unread.copy_(1 + (accepted == n).long())  # in place, for CUDA graphs
 
 

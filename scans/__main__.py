@@ -28,7 +28,7 @@ def compare(file, fast) -> float:
         idx = torch.randint(0, 60, (2, 23)).masked_fill(torch.rand(2, 23) < 0.15, fast.SMALL['eos_id'])
         loss = model(idx, idx.roll(-1, 1))['loss']
         with torch.no_grad():
-            cache = model.new_cache(*idx.shape, max_run=3)
+            cache = model.new_cache(*idx.shape, max_call=3)
             decoded = [model.extend(part, cache, all_positions=True)[..., :60] for part in idx.split([9, 1, 3, 10], 1)]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters())), torch.cat(decoded, 1)])
     return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-300)).item() for a, b in zip(*results))

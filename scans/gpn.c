@@ -1,6 +1,6 @@
-/* GPN's steps over a segment and their gradient, on a CPU: `CSteps` in gpn.py, which compiles this file
+/* GPN's steps over a segment and their gradient, on a CPU: `CSteps` in gpn_cpu.py, which compiles this file
    (float; -DDOUBLE: double; -DBF16: float with factors of products rounded to bf16) and calls it with
-   ctypes. `KernelSteps` in gpn.py has the same arithmetic in PyTorch.
+   ctypes. `KernelSteps` in gpn_gpu.py has the same arithmetic in PyTorch.
 
    A step is three products of a few rows with large weights, and small loops between them. Products
    run in register tiles, on weights in panels that a tile reads contiguously. The small loops are
@@ -198,7 +198,7 @@ INLINE long width(const sizes *n, long l) {
    updated in place, or if n->keep = 1, they have S + 1 entries and step t goes from entry t to t + 1.
    carry_mask (S, B): 0 where a document starts; active (S, B): 0 where a row is unchanged; may be null.
    saved (S, B, ...) is written: states of the layers; ground gate's product; per layer, the input
-   product and, with a memory, what was read. */
+   product and what was read. */
 
 void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const real *u, const real *carry_mask,
            const char *active, real *const *saved) {
@@ -227,8 +227,8 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
         }
         for (long l = 0; l < L; l++) {
             const long W = width(n, l);
-            real *z = saved[L + 1 + l * (H ? 2 : 1)] + t * B * W;
-            real *memory_read = H ? saved[L + 2 + 2 * l] + t * B * H * D : 0;
+            real *z = saved[L + 1 + 2 * l] + t * B * W;
+            real *memory_read = saved[L + 2 + 2 * l] + t * B * H * D;
             real *next = saved[l] + t * B * C;
             product(normed, w[2 + 3 * l], w[3 + 3 * l], z, B, C, W, room);
             SHARED(j, B * H) {
@@ -272,7 +272,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
 
 /* ---- gradient of S steps ----
 
-   Arguments as for `KernelSteps.backward` in gpn.py. Weights are transposed; ds, dk, dm are updated in
+   Arguments as for `KernelSteps.backward` in gpn_gpu.py. Weights are transposed; ds, dk, dm are updated in
    place. memories (S, B, H, K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K)
    start as zeros. pairs (S, B, ...) is written: for the ground gate's product, then each layer's input
    and output product, the gradient of the result and the input vector. */
@@ -317,8 +317,8 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
             }
             for (long l = L - 1; l >= 0; l--) {
                 const long W = width(n, l), ends = is_cut && t == S - 1 && l == 0;
-                const real *z = saved[L + 1 + l * (H ? 2 : 1)] + t * B * W;
-                const real *memory_read = H ? saved[L + 2 + 2 * l] + t * B * H * D : 0;
+                const real *z = saved[L + 1 + 2 * l] + t * B * W;
+                const real *memory_read = saved[L + 2 + 2 * l] + t * B * H * D;
                 const real *x = l ? saved[l - 1] + t * B * C : ground, *d = pairs[4 + 4 * l] + t * B * C;
                 real *dz = pairs[2 + 4 * l] + t * B * W, *normed = pairs[3 + 4 * l] + t * B * C;
                 real *y = pairs[5 + 4 * l] + t * B * Y;

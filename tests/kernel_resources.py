@@ -84,18 +84,18 @@ def attention():
 def gpn():
     """Compile the GPN kernels at the sizes in the paper."""
     scans.KERNELS_ON_CPU = True
-    from scans import gpn as scan
+    from scans import gpn, gpn_gpu
     done, B, S, L = set(), 2, 2, 2
-    scan._launch = lambda kernel, grid, warps, *args: compile_once(done, kernel, args, num_warps=warps, num_stages=1)
+    gpn_gpu._launch = lambda kernel, grid, warps, *args: compile_once(done, kernel, args, num_warps=warps, num_stages=1)
     for documents, dtype, sizes in ((False, torch.bfloat16, (2496, 6656, 15, 128, 256)),
                                     (True, torch.float32, (2496, 6656, 15, 128, 256)),
                                     (True, torch.bfloat16, (3184, 8448, 0, 128, 256))):
         C, n_ffn, H, D_k, D_v = sizes
-        sizes, full = scan.Sizes(*sizes, L, S, S), lambda *shape: torch.empty(shape, device='meta')
+        sizes, full = gpn.Sizes(*sizes, L, S, S), lambda *shape: torch.empty(shape, device='meta')
         shapes = [(C, C), (C,)]
         for i in range(L):
             shapes += [(sum(sizes.columns(i)), C), (sum(sizes.columns(i)),), (C, n_ffn + H * D_v)]
-        w = scan.KernelSteps([full(*shape) for shape in (*shapes, (H,), (H, D_k))], sizes, 1e-6, dtype)
+        w = gpn_gpu.KernelSteps([full(*shape) for shape in (*shapes, (H,), (H, D_k))], sizes, 1e-6, dtype)
         carry, u, k, memory = full(S, B, 1) if documents else None, full(S, B, C), full(B, H, D_k), full(B, H, D_k, D_v)
         outputs = w.steps(u[:1], k[None], memory[None], u, carry)[3]
         saved = [x for i, x in enumerate(outputs) if i != L - 1]

@@ -163,7 +163,7 @@ def test_decoding_equals_the_full_forward_in_float64(form, n_head):
     model, idx = make(n_layer=2, n_head=n_head, eos_id=59)
     for p in model.parameters():
         p.data *= 0.5 if p.dim() == 2 else 1
-    decode_in_pieces(set_form(model, form), idx, max_run=4, tolerance=1e-8)
+    decode_in_pieces(set_form(model, form), idx, max_call=4, tolerance=1e-8)
 
 
 @forms

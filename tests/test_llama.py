@@ -82,7 +82,7 @@ def test_logits_loss_gradients_and_cached_decoding_equal_hugging_face(name, tmp_
     gradients = families.family_tensors(model.config, gradients, record['data']['n_rows'])
     for name, p in theirs.named_parameters():
         assert (gradients[name] - p.grad).abs().max() < 2e-6 * (1 + p.grad.abs().max()), name
-    cache = model.new_cache(2, 40, max_run=4)
+    cache = model.new_cache(2, 40, max_call=4)
     logits = [model.extend(idx[:, a:b], cache, all_positions=True) for a, b in ((0, 20), (20, 23), (23, 40))]
     assert (torch.cat(logits, 1)[..., :257] - want_logits).abs().max() < 2e-6
 

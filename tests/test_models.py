@@ -39,13 +39,11 @@ VARIANTS = {
     'reverse_sps, top layer': ('sps', dict(eos_id=None, method='reverse_sps', window=2, predict_layers=1)),
     'context_ready': ('context_ready', dict()),
     'context_ready, documents, window': ('context_ready', dict(eos_id=59, window=5)),
-    'context_ready, sequential': ('context_ready', dict(eos_id=59, prefill='sequential')),
     'context_ready, concat': ('context_ready', dict(eos_id=59, variant='concat', window=0)),
     'context_ready, block head': ('context_ready', dict(eos_id=59, variant='block_head')),
-    'context_ready, bptt': ('context_ready', dict(eos_id=59, bptt=True, window=5, prefill='sequential')),
+    'context_ready, bptt': ('context_ready', dict(eos_id=59, bptt=True, window=5)),
     'context_ready, llama': ('context_ready', GROUPED | dict(block='llama', eos_id=59, window=5, tied_head=True)),
-    'context_ready, llama, bptt': ('context_ready', GROUPED | dict(block='llama', bptt=True, variant='concat',
-                                                                   prefill='sequential')),
+    'context_ready, llama, bptt': ('context_ready', GROUPED | dict(block='llama', bptt=True, variant='concat')),
     'roformer': ('context_ready', dict(K=1, eos_id=59)),
     'roformer, extra FFN, window': ('context_ready', dict(K=1, variant='extra_ffn', window=4)),
     'nextlat': ('nextlat', dict(eos_id=None)),
@@ -129,18 +127,18 @@ def test_cached_decoding_equals_full_forward(variant, seed, device):
 
 
 @torch.no_grad()
-def decode_in_pieces(model, idx, max_run, seed=0, tolerance=1e-4):
+def decode_in_pieces(model, idx, max_call, seed=0, tolerance=1e-4):
     """Compare with `logits` and `final_hidden`: ragged rows, random extend calls, rollbacks.
 
     Half of the calls end in wrong tokens, including eos, like rejected drafts.
     """
     rng, (B, T), device = random.Random(seed), idx.shape, idx.device
     want, hidden = model.logits(idx)[..., :60], model.final_hidden(idx)
-    cache, done = model.new_cache(B, T, max_run), [0] * B
+    cache, done = model.new_cache(B, T, max_call), [0] * B
     while max(done) < T:  # nothing can be appended to a full row
-        longest, is_draft = rng.choice([1, 2, max_run, T // 5, T // 2]), rng.random() < 0.5
+        longest, is_draft = rng.choice([1, 2, max_call, T // 5, T // 2]), rng.random() < 0.5
         right = [min(rng.randint(1, longest), T - d) for d in done]
-        wrong = [min(rng.randint(0, max_run), T - d - n) if is_draft else 0 for d, n in zip(done, right)]
+        wrong = [min(rng.randint(0, max_call), T - d - n) if is_draft else 0 for d, n in zip(done, right)]
         run = [n + w for n, w in zip(right, wrong)]
         tokens = torch.tensor([rng.choices([59, 3, 8], k=max(run)) for _ in range(B)], device=device)
         for b, n in enumerate(right):
@@ -151,11 +149,11 @@ def decode_in_pieces(model, idx, max_run, seed=0, tolerance=1e-4):
             got, expected = logits[b, :n] if every else logits[b:b + 1], want[b, done[b]:done[b] + n]
             assert (got - expected[-len(got):]).abs().max() < tolerance
             done[b] += n
-            kept = min(run[b], max_run) - wrong[b]
+            kept = min(run[b], max_call) - wrong[b]
             if kept > 0:
                 assert (cache.hidden[b, :kept] - hidden[b, done[b] - kept:done[b]]).abs().max() < tolerance
         # correct tokens can be rolled back, too
-        back = [rng.choice([0, 0, min(n, max_run - w)]) for n, w in zip(right, wrong)]
+        back = [rng.choice([0, 0, min(n, max_call - w)]) for n, w in zip(right, wrong)]
         cache.rollback(torch.tensor([n + w for n, w in zip(back, wrong)], device=device))
         done = [d - n for d, n in zip(done, back)]
         assert cache.lengths.tolist() == done
@@ -169,7 +167,7 @@ def test_short_extends_have_static_shapes_and_no_host_sync(variant, monkeypatch)
     name, values = VARIANTS[variant]
     with torch.device('meta'):
         model = small_model(name, values).eval()
-        cache = model.new_cache(2, 90, max_run=4)
+        cache = model.new_cache(2, 90, max_call=4)
         for n in (1, 4):
             for lengths in (None, torch.ones(2, dtype=torch.int64)):
                 assert model.extend(torch.zeros(2, n, dtype=torch.int64), cache, lengths).shape == (2, 64)
@@ -184,7 +182,7 @@ def test_short_extends_have_static_shapes_and_no_host_sync(variant, monkeypatch)
 def test_a_traced_step_decodes_like_extend(variant):
     """As in a CUDA graph. Without attention, which on a CPU reads only the filled slots."""
     model, idx = make(variant), some_tokens(2, 9)
-    want, cache = model.logits(idx), model.new_cache(2, 9, max_run=2)
+    want, cache = model.logits(idx), model.new_cache(2, 9, max_call=2)
     model.extend(idx[:, :1], cache)
     step = make_fx(lambda tokens: model.extend(tokens, cache))(idx[:, 1:2])
     for t in (2, 3, 4, 5, None, 5, 6, 7, 8):

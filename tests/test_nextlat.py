@@ -197,7 +197,7 @@ def test_draft_probabilities_are_those_that_training_scores(name, case, document
     model = make(name, EOS if documents else None, cap=2.0, **case).eval()
     idx = torch.randint(0, 19, (3, 12), generator=torch.Generator().manual_seed(2))
     idx[0, 4] = idx[1, 1] = EOS
-    cache = model.new_cache(3, 12, max_run=4)
+    cache = model.new_cache(3, 12, max_call=4)
     model.extend(idx[:, :6], cache, torch.tensor([4, 6, 5]))
     run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
     model.extend(run, cache, torch.tensor([3, 3, 2]))

@@ -68,7 +68,7 @@ def test_edited_attention_equals_float64(edited, heads, eos_id, monkeypatch):
     for sees, of_layer in zip(patterns, seen):
         flex = K.Mask('flex', K.flex_mask(sees, getattr(model, 'score_bias', None), T, 'cpu', doc_start, (0,), (0,)))
         with monkeypatch.context() as patch:
-            patch.setattr(K, '_compiled', lambda function: function)
+            patch.setattr(K, 'compiled', lambda function: function)
             assert_close([K.attention(q, k, v, flex)],
                          [dense_attention(*(x.double() for x in (q, k, v)), of_layer, bias)], 1e-5)
     queue = []
@@ -84,7 +84,7 @@ def test_edited_attention_equals_float64(edited, heads, eos_id, monkeypatch):
 def test_cached_decoding_equals_full_forward_and_rings_fit_each_layer(edited, heads):
     model = make(edited, **heads, eos_id=59)
     idx = torch.randint(0, 60, (2, 230), generator=torch.Generator().manual_seed(1))
-    want, cache = model.logits(idx)[..., :60], model.new_cache(2, 300, max_run=4)
+    want, cache = model.logits(idx)[..., :60], model.new_cache(2, 300, max_call=4)
     runs = idx.split([90, 1, 4, 3, 100, 1, 31], 1)
     got = torch.cat([model.extend(run, cache, all_positions=True) for run in runs], 1)[..., :60]
     assert (got - want).abs().max() < 1e-4

@@ -43,7 +43,7 @@ def make(file, name, **values):
 @torch.no_grad()
 def results(model, idx):
     """Return the loss, the logits of decoding in pieces, and those of the full forward."""
-    cache = model.new_cache(*idx.shape, max_run=3)
+    cache = model.new_cache(*idx.shape, max_call=3)
     decoded = [model.extend(run, cache, all_positions=True) for run in idx.split([9, 1, 3, 10], 1)]
     return model(idx, idx)['loss'].item(), torch.cat(decoded, 1)[..., :60], model.logits(idx)[..., :60]
 

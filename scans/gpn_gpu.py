@@ -1,0 +1,581 @@
+"""GPN's steps on a GPU. Read the plain functions and `KernelSteps.step`, which is made of them.
+
+A step is a few matrix products, and small operations between them. PyTorch would launch several
+kernels for an operation. Here each is one kernel:
+
+    gated_add_norm    a plain PyTorch function, which torch.compile turns into one kernel
+    glu               a plain function, then the Triton kernel that equals it, run by `launch_glu`
+    memory_inputs     likewise, `launch_memory_inputs`
+    delta_step        likewise, `launch_delta_step`
+
+`launch_NAME_backward` is the gradient of the plain function NAME, for which the tests use autograd.
+
+A kernel's program computes a row, or a head of a row, in fp32, or in float64 for float64 inputs.
+Products z may be narrower. carry: (N, 1), 0 in rows where a document starts, else 1; None: all
+ones. N is a number of rows. H = 0 heads give empty tensors. Other letters as in model_gpn.py.
+"""
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from attn_kernels import at_least_fp32, compiled
+from scans import constexpr, jit, tl, triton
+
+
+def _launch(kernel, grid, warps, *args):
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, num_warps=warps, num_stages=1)
+
+
+def _power_of_2(n):
+    return triton.next_power_of_2(max(n, 1))
+
+
+@jit
+def _wide(x):
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@jit
+def _load(x, i, seen):
+    return _wide(tl.load(x + i, mask=seen, other=0.0))
+
+
+# ---- norms, and the gates around them ----
+
+def l2_normalize(x, eps):
+    """Return x / sqrt(|x|^2 + eps^2) over the last axis, and the divisor."""
+    length = (x.square().sum(-1, keepdim=True) + eps ** 2).sqrt()
+    return x / length, length
+
+
+def gated_add_norm(z, x, add, eps, dtype, carry=None):
+    """Return y = sigmoid(z) carry x + add (eq. 4, 7, 11), and `l2_normalize`(y) in dtype.
+
+    x: (N, C), fp32 or float64; z, add: (N, C).
+    """
+    gated = torch.sigmoid(at_least_fp32(z)) * x
+    y = add + (gated if carry is None else gated * carry)
+    return y, l2_normalize(y, eps)[0].to(dtype)
+
+
+def gated_add_norm_backward(grad, direction, inverse, grad_y, gate, carry=None):
+    """Return carry times the gradient of x (N, C), from those of `l2_normalize`(x) and gate x.
+
+    grad: gradient of direction = `l2_normalize`(x); grad_y: of gate x; inverse: 1 / length of x.
+    """
+    grad = at_least_fp32(grad)
+    out = (grad - direction * (grad * direction).sum(-1, keepdim=True)) * inverse + grad_y * gate
+    return out if carry is None else out * carry
+
+
+# ---- the gated feed-forward net and memory read ----
+
+def glu(z, memory_read, eps, dtype):
+    """Return silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: eq. 5's FFN and eq. 11's gate.
+
+    z: (N, Y + F) is z1 (N, Y) and z2 (N, F); memory_read: (N, Y - F).
+    """
+    z1, z2 = at_least_fp32(z).tensor_split([(z.shape[1] + memory_read.shape[1]) // 2], 1)
+    other = torch.cat([z2, l2_normalize(at_least_fp32(memory_read), eps)[0]], 1)
+    return (F.silu(z1) * other).to(dtype)
+
+
+@jit
+def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexpr, READ: constexpr):
+    """See `glu`. The last N of the Y columns are for the memory read."""
+    row, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, FFN), tl.arange(0, READ)
+    z, y, seen = z + row * z_stride, y + row * Y, i < Y - N
+    z1 = _load(z, i, seen)
+    tl.store(y + i, z1 * tl.sigmoid(z1) * _load(z, Y + i, seen), mask=seen)
+    read, z1 = _load(memory_read, row * N + j, j < N), _load(z, Y - N + j, j < N)
+    direction = read / tl.sqrt(tl.sum(read * read, 0) + eps * eps)
+    tl.store(y + Y - N + j, z1 * tl.sigmoid(z1) * direction, mask=j < N)
+
+
+def launch_glu(z, memory_read, eps, dtype):
+    """Compute `glu`. z may be columns of a wider product."""
+    n = memory_read.shape[1]
+    Y = (z.shape[1] + n) // 2
+    y = z.new_empty(len(z), Y, dtype=dtype)
+    _launch(_glu_kernel, (len(z),), 8, z, memory_read, y, Y, n, z.stride(0), eps, _power_of_2(Y - n), _power_of_2(n))
+    return y
+
+
+@jit
+def _glu_backward_kernel(z, memory_read, grad, out, y, grad_read, Y, N, z_stride, out_stride, eps: constexpr,
+                         FFN: constexpr, READ: constexpr):
+    row, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, FFN), tl.arange(0, READ)
+    z, grad, out, y, seen = z + row * z_stride, grad + row * Y, out + row * out_stride, y + row * Y, i < Y - N
+    z1, other, g = _load(z, i, seen), _load(z, Y + i, seen), _load(grad, i, seen)
+    sigmoid = tl.sigmoid(z1)
+    tl.store(y + i, sigmoid * z1 * other, mask=seen)
+    tl.store(out + i, g * other * sigmoid * (1 + z1 * (1 - sigmoid)), mask=seen)
+    tl.store(out + Y + i, g * sigmoid * z1, mask=seen)
+    seen = j < N
+    read, z1, g = _load(memory_read, row * N + j, seen), _load(z, Y - N + j, seen), _load(grad, Y - N + j, seen)
+    inverse, sigmoid = 1 / tl.sqrt(tl.sum(read * read, 0) + eps * eps), tl.sigmoid(z1)
+    direction = read * inverse
+    tl.store(y + Y - N + j, sigmoid * z1 * direction, mask=seen)
+    tl.store(out + Y - N + j, g * direction * sigmoid * (1 + z1 * (1 - sigmoid)), mask=seen)
+    g *= sigmoid * z1
+    tl.store(grad_read + row * N + j, (g - direction * tl.sum(g * direction, 0)) * inverse, mask=seen)
+
+
+def launch_glu_backward(grad, z, memory_read, eps, out, y):
+    """Return memory_read's gradient; write z's to out and `glu`'s result to y. grad: (N, Y)."""
+    n = memory_read.shape[1]
+    Y = (z.shape[1] + n) // 2
+    grad_read = torch.empty_like(memory_read, dtype=torch.promote_types(z.dtype, torch.float32))
+    _launch(_glu_backward_kernel, (len(z),), 8, z, memory_read, grad, out, y, grad_read, Y, n, z.stride(0),
+            out.stride(0), eps, _power_of_2(Y - n), _power_of_2(n))
+    return grad_read
+
+
+# ---- queries, and what the memory's write needs ----
+
+def key_of(z, heads, eps):
+    """Return a key or query (..., H, K), eq. 8, from its projection z (..., HK). heads: (H, K)."""
+    return l2_normalize(F.relu(z.unflatten(-1, heads)), eps)[0]
+
+
+def memory_inputs(z, rate, sizes):
+    """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), decay, beta (N, H).
+
+    z has columns query HK, key HK, value HD, beta H, decay H; sizes: H, K, D, eps of keys. If rate
+    (H,) is None, z has only the query, and so has the result.
+    """
+    H, K, D, eps = sizes
+    if rate is None:
+        return [key_of(at_least_fp32(z), (H, K), eps)]
+    q, k, v, beta, decay = at_least_fp32(z).split([H * K, H * K, H * D, H, H], 1)
+    q, k = key_of(q, (H, K), eps), key_of(k, (H, K), eps)
+    return [q, k, v.unflatten(1, (H, D)), torch.exp(-rate * F.softplus(decay)), torch.sigmoid(beta)]
+
+
+@jit
+def _softplus(x):
+    small = tl.exp(-tl.abs(x))
+    more = 1 + small
+    log1p = tl.where(more == 1, small, tl.log(more) * small / (more - 1))  # log(1 + small), accurate near 0
+    return tl.maximum(x, 0) + log1p
+
+
+@jit
+def _normalized_key(z, i, seen, eps: constexpr):
+    """Return a row's key or query, the mask of its ReLU, and 1 / its length."""
+    x = _load(z, i, seen)
+    x = tl.where(x < 0, 0.0, x)
+    inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + eps * eps)
+    return x * inverse, x > 0, inverse
+
+
+@jit
+def _memory_inputs_kernel(z, rate, q, k, v, decay, beta, H, z_stride, eps: constexpr, K: constexpr, D: constexpr,
+                          ROWS: constexpr, COLUMNS: constexpr):
+    row, head, i, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    z, place = z + row * z_stride, row * H + head
+    key, _, _ = _normalized_key(z + head * K, i, i < K, eps)
+    tl.store(q + place * K + i, key, mask=i < K)
+    if rate is not None:
+        key, _, _ = _normalized_key(z + (H + head) * K, i, i < K, eps)
+        tl.store(k + place * K + i, key, mask=i < K)
+        z += 2 * H * K
+        tl.store(v + place * D + j, _load(z + head * D, j, j < D), mask=j < D)
+        z += H * D + head
+        tl.store(beta + place, tl.sigmoid(_wide(tl.load(z))))
+        tl.store(decay + place, tl.exp(-tl.load(rate + head) * _softplus(_wide(tl.load(z + H)))))
+
+
+def launch_memory_inputs(z, rate, sizes):
+    """Compute `memory_inputs`. z may be columns of a wider product."""
+    H, K, D, eps = sizes
+    shapes = [(H, K), (H, K), (H, D), (H,), (H,)] if rate is not None else [(H, K)]
+    fp32 = torch.promote_types(z.dtype, torch.float32)
+    outputs = [z.new_empty(len(z), *shape, dtype=fp32) for shape in shapes]
+    unused = [None] * (5 - len(outputs))
+    _launch(_memory_inputs_kernel, (len(z), H), 1, z, rate, *outputs, *unused, H, z.stride(0), eps, K, D,
+            _power_of_2(K), _power_of_2(D))
+    return outputs
+
+
+@jit
+def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, grad_log, next_carry, out, grad_rate, H,
+                                   z_stride, out_stride, eps: constexpr, K: constexpr, D: constexpr, ROWS: constexpr,
+                                   COLUMNS: constexpr):
+    row, head, i, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    z, out, place, seen = z + row * z_stride, out + row * out_stride, row * H + head, i < K
+    key, passed, inverse = _normalized_key(z + head * K, i, seen, eps)
+    g = _load(grad_q, place * K + i, seen)
+    tl.store(out + head * K + i, tl.where(passed, (g - key * tl.sum(g * key, 0)) * inverse, 0), mask=seen)
+    if rate is not None:
+        key, passed, inverse = _normalized_key(z + (H + head) * K, i, seen, eps)
+        g = _load(grad_k, place * K + i, seen)
+        if next_carry is not None:
+            g *= tl.load(next_carry + row)
+        tl.store(out + (H + head) * K + i, tl.where(passed, (g - key * tl.sum(g * key, 0)) * inverse, 0), mask=seen)
+        tl.store(out + 2 * H * K + head * D + j, _load(grad_v, place * D + j, j < D), mask=j < D)
+        beta_column = 2 * H * K + H * D + head
+        decay_column = beta_column + H
+        beta, log = tl.sigmoid(_wide(tl.load(z + beta_column))), tl.load(grad_log + place)
+        a = _wide(tl.load(z + decay_column))
+        tl.store(out + beta_column, tl.load(grad_beta + place) * beta * (1 - beta))
+        tl.store(out + decay_column, -log * tl.load(rate + head) * tl.sigmoid(a))
+        tl.store(grad_rate + place, -log * _softplus(a))
+
+
+def launch_memory_inputs_backward(z, rate, sizes, out, grads, grad_rate=None, next_carry=None):
+    """Write z's gradient to out and, if rate is given, each row's rate gradient to grad_rate.
+
+    grads: of q, k, v, beta and log(decay) from `memory_inputs`; without rate, of q only. The
+    gradient of k is multiplied by next_carry.
+    """
+    H, K, D, eps = sizes
+    unused = [None] * (5 - len(grads))
+    _launch(_memory_inputs_backward_kernel, (len(z), H), 1, z, rate, *grads, *unused, next_carry, out, grad_rate, H,
+            z.stride(0), out.stride(0), eps, K, D, _power_of_2(K), _power_of_2(D))
+
+
+# ---- the gated delta rule: one write and one read ----
+
+def read_heads(memory, x):
+    """Return memory^T x per head: memory (B, H, n, p), x (B, H, n) -> (B, H, p)."""
+    return torch.bmm(x.reshape(-1, 1, x.shape[-1]), memory.flatten(0, 1)).view(*x.shape[:2], memory.shape[-1])
+
+
+def delta_step(memory, write, q, carry=None, first_key=None):
+    """Return the memory (B, H, K, D) after one write, eq. 10, and what q reads from it (B, H, D).
+
+    write: k (B, H, K), v (B, H, D), decay and beta (B, H); q: (B, H, K). Where carry (B, 1) is 0,
+    the memory is emptied first, and the key is first_key (H, K).
+    """
+    k, v, decay, beta = write
+    if carry is not None:
+        memory, k = memory * carry[..., None, None], torch.where(carry.unsqueeze(-1) > 0, k, first_key)
+    error = v - read_heads(memory, k)
+    memory = decay[..., None, None] * memory + (beta.unsqueeze(-1) * k).unsqueeze(-1) * error.unsqueeze(-2)
+    return memory, read_heads(memory, q)
+
+
+# Columns of M (value dimensions) are independent. A program computes DELTA_COLUMNS of them, with
+# all rows of one head, and a step is one pass over M.
+
+DELTA_COLUMNS, DELTA_WARPS = 32, 4
+
+
+@jit
+def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH, H, D, S: constexpr, K: constexpr,
+                  ROWS: constexpr, N: constexpr):
+    """Run S steps. memory: (BH, K, D); out: (S, BH, K, D); the others: (S, BH, ...)."""
+    head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * N + tl.arange(0, N)
+    seen = (row < K)[:, None] & (column < D)[None, :]
+    place = row[:, None] * D + column[None, :]
+    m = tl.load(memory + head * K * D + place, mask=seen, other=0.0)
+    for t in range(0, S):
+        i = t * BH + head
+        key = tl.load(k + i * K + row, mask=row < K, other=0.0)
+        if carry is not None:
+            carries = tl.load(carry + i // H)
+            m *= carries
+            if first_key is not None:
+                key = tl.where(carries > 0, key, tl.load(first_key + head % H * K + row, mask=row < K, other=0.0))
+        error = tl.load(v + i * D + column, mask=column < D, other=0.0) - tl.sum(m * key[:, None], 0)
+        m = m * tl.load(decay + i) + (key * tl.load(beta + i))[:, None] * error[None, :]
+        tl.store(out + i * K * D + place, m, mask=seen)
+        if q is not None:
+            query = tl.load(q + i * K + row, mask=row < K, other=0.0)
+            tl.store(read + i * D + column, tl.sum(m * query[:, None], 0), mask=column < D)
+
+
+def _launch_delta(S, memory, out, *others):
+    """Launch `_delta_kernel`. others: its arguments from k to first_key."""
+    B, H, K, D = memory.shape
+    inputs = (x if x is None else x.contiguous() for x in others)
+    _launch(_delta_kernel, (B * H, triton.cdiv(D, DELTA_COLUMNS)), DELTA_WARPS, memory, out, *inputs, B * H, H, D, S, K,
+            _power_of_2(K), DELTA_COLUMNS)
+
+
+def launch_delta_step(memory, out, write, q, carry=None, first_key=None):
+    """Compute `delta_step`: store the new memory in out, which may be `memory`; return the read."""
+    read = torch.empty_like(write[1])
+    _launch_delta(1, memory, out, *write, q, read, carry, first_key)
+    return read
+
+
+def launch_delta_replay(memory, write, carry=None):
+    """Recompute the memories (S + 1, B, H, K, D) before and after S steps, starting with `memory`.
+
+    write, carry: as for `delta_step`, with a leading axis S; k already has first_key filled in.
+    """
+    S = len(write[0])
+    memories = memory.new_empty(S + 1, *memory.shape)
+    memories[0] = memory
+    _launch_delta(S, memory, memories[1:], *write, None, None, carry, None)
+    return memories
+
+
+@jit
+def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry, shares, grad_v, scalars, BH, H, D,
+                           K: constexpr, ROWS: constexpr, N: constexpr):
+    """Backward of one step: updates grad (BH, K, D), the memory's gradient, and writes the others.
+
+    Per tile: shares (tiles, 2, BH, K) of q and k, scalars (tiles, 2, BH) of beta and log(decay).
+    """
+    head, tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS)
+    column = tile * N + tl.arange(0, N)
+    seen = (row < K)[:, None] & (column < D)[None, :]
+    place = head * K * D + row[:, None] * D + column[None, :]
+    m = tl.load(memory + place, mask=seen, other=0.0)
+    if carry is not None:
+        m *= tl.load(carry + head // H)
+    key = tl.load(k + head * K + row, mask=row < K, other=0.0)
+    query = tl.load(q + head * K + row, mask=row < K, other=0.0)
+    gr = tl.load(grad_read + head * D + column, mask=column < D, other=0.0)
+    g = tl.load(grad + place, mask=seen, other=0.0) + query[:, None] * gr[None, :]
+    a, b = tl.load(decay + head), tl.load(beta + head)
+    error = tl.load(v + head * D + column, mask=column < D, other=0.0) - tl.sum(m * key[:, None], 0)
+    gv = tl.sum(g * key[:, None], 0) * b
+    to_key = tl.sum(g * error[None, :], 1)
+    gq = a * tl.sum(m * gr[None, :], 1) + b * key * tl.sum(error * gr, 0)
+    gk = b * to_key - tl.sum(m * gv[None, :], 1)
+    tl.store(shares + (tile * 2 * BH + head) * K + row, gq, mask=row < K)
+    tl.store(shares + (tile * 2 * BH + BH + head) * K + row, gk, mask=row < K)
+    tl.store(scalars + tile * 2 * BH + head, tl.sum(key * to_key, 0))
+    tl.store(scalars + tile * 2 * BH + BH + head, a * tl.sum(tl.sum(g * m, 1), 0))
+    tl.store(grad_v + head * D + column, gv, mask=column < D)
+    g = a * g - key[:, None] * gv[None, :]
+    if carry is not None:
+        g *= tl.load(carry + head // H)
+    tl.store(grad + place, g, mask=seen)
+
+
+def launch_delta_step_backward(grad, memory, write, q, grad_read, carry=None):
+    """Return the gradients of `delta_step`: q, k, v, beta, log(decay).
+
+    grad: (B, H, K, D), gradient of the memory after the step, updated to that before it; memory:
+    before the step; write: with first_key filled in; grad_read: (B, H, D), gradient of the read.
+    """
+    B, H, K, D = memory.shape
+    tiles = triton.cdiv(D, DELTA_COLUMNS)
+    shares, scalars = memory.new_empty(tiles, 2, B, H, K), memory.new_empty(tiles, 2, B, H)
+    grad_v = torch.empty_like(write[1])
+    inputs = (x if x is None else x.contiguous() for x in (*write, q, grad_read, carry))
+    _launch(_delta_backward_kernel, (B * H, tiles), DELTA_WARPS, grad, memory, *inputs, shares, grad_v, scalars, B * H,
+            H, D, K, _power_of_2(K), DELTA_COLUMNS)
+    (grad_q, grad_k), (grad_beta, grad_log) = shares.sum(0), scalars.sum(0)
+    return grad_q, grad_k, grad_v, grad_beta, grad_log
+
+
+# ---- steps ----
+
+def unbind_steps(tensors):
+    """Turn {name: (S, ...)} into S namespaces; one unbind is faster than indexing each step."""
+    return [SimpleNamespace(**dict(zip(tensors, row))) for row in zip(*(x.unbind() for x in tensors.values()))]
+
+
+class KernelSteps:
+    """Steps of a segment on a GPU, with the weights from `fold`; matmuls run in dtype.
+
+    `load` copies new weights in place, so captured CUDA graphs use them.
+    """
+
+    def __init__(self, folded, sizes, norm_eps, dtype):
+        n, fp32 = 2 + 3 * sizes.n_layer, torch.promote_types(dtype, torch.float32)
+        self.sizes, self.dtype, self.graphs = sizes, dtype, {}
+        self.state_eps, self.read_eps, key_eps = sizes.eps(norm_eps)
+        self.heads = sizes.n_head, sizes.d_k, sizes.d_v, key_eps  # as `memory_inputs` takes them
+        with torch.inference_mode(False):
+            self.tensors = [torch.empty_like(x, dtype=dtype if i < n else fp32) for i, x in enumerate(folded)]
+        self.ground, self.layers = self.tensors[:2], [self.tensors[i:i + 3] for i in range(2, n, 3)]
+        self.rate, self.first_key = self.tensors[n:]
+        is_gpu = self.rate.is_cuda
+        self.gated_add_norm = compiled(gated_add_norm) if is_gpu else gated_add_norm
+        self.gated_add_norm_backward = compiled(gated_add_norm_backward) if is_gpu else gated_add_norm_backward
+        self.load(folded)
+
+    @torch.no_grad()
+    def load(self, folded):
+        for own, x in zip(self.tensors, folded):
+            own.copy_(x)
+        return self
+
+    def step(self, s, direction, k, memory, memory_after, u, carry=None, active=None):
+        """Compute `Model.step`, given the previous key instead of the previous grounded state.
+
+        s, u: (B, C); direction: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D); the new one
+        is stored in memory_after; carry: (B, 1), 0 where a document starts; active: (B, 1), False
+        where the memory is kept. Returns s, direction, k; for the backward, states and products.
+        """
+        z = F.linear(direction, *self.ground)
+        states, products = [], [z]
+        x, direction = self.gated_add_norm(z, s, u, self.state_eps, self.dtype, carry)  # eq. 4
+        for i, (w_in, b_in, w_out) in enumerate(self.layers):
+            z = F.linear(direction, w_in, b_in)
+            gate_in, memory_in, glu_in = z.split(self.sizes.columns(i), -1)
+            if i == 0:
+                q, next_k, v, decay, beta = launch_memory_inputs(memory_in, self.rate, self.heads)  # eq. 8, 9
+                if active is not None:
+                    decay, beta = torch.where(active, decay, 1.0), beta * active
+                write = k, v, decay, beta
+                memory_read = launch_delta_step(memory, memory_after, write, q, carry, self.first_key)  # eq. 10
+            else:
+                memory_read = read_heads(memory_after, *launch_memory_inputs(memory_in, None, self.heads))
+            memory_read = memory_read.flatten(1)
+            products += [z, memory_read]
+            y = launch_glu(glu_in, memory_read, self.read_eps, self.dtype)
+            x, direction = self.gated_add_norm(gate_in, x, F.linear(y, w_out), self.state_eps, self.dtype)  # eq. 7, 11
+            states.append(x)
+        return x, direction, next_k, states, products
+
+    def steps(self, s, k, memory, u, carry=None, active=None):
+        """Run S steps. u: (S, B, C); carry: (S, B, 1) in u's dtype; active: (S, B, 1) bool.
+
+        s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are updated in place, or with S + 1
+        entries, from entry t to t + 1. Returns them, the layers' states and products (S, B, ...).
+        """
+        if active is not None and carry is not None:
+            carry = torch.where(active, carry, 1.0)
+        state, key, direction, outputs = s[0], k[0], None, []
+        for t in range(len(u)):
+            if direction is None:
+                direction = l2_normalize(state, self.state_eps)[0].to(self.dtype)
+            start, end = (t, t + 1) if len(s) > 1 else (0, 0)
+            carry_t, active_t = (x if x is None else x[t] for x in (carry, active))
+            after, direction, after_key, states, products = self.step(state, direction, key, memory[start], memory[end],
+                                                                      u[t], carry_t, active_t)
+            if active is not None:
+                after = torch.where(active_t, after, state)
+                after_key, direction = torch.where(active_t.unsqueeze(-1), after_key, key), None
+            state, key = after, after_key
+            if end == t + 1 or t + 1 == len(u):
+                s[end], k[end] = state, key
+            outputs.append((*states, *products))
+        if len(u) == 1:  # avoid copies in decoding
+            return s, k, memory, [x.unsqueeze(0) for x in outputs[0]]
+        return s, k, memory, [torch.stack(x) for x in zip(*outputs)]
+
+    def backward(self, u, carry, start, grads, saved, is_cut):
+        """Compute the gradients of `steps`.
+
+        start: state before each step (S, B, C), key (B, H, K) and memory before the first step
+        grads: gradients of the predicted states (S, B, C), last state, next key and memory
+        saved: results of `steps`, without the last layer's states
+        is_cut: truncated BPTT ends here: the next key's gradient goes to the key's weights only
+
+        Returns the gradients of u, the first state, key and memory, the decay rates and the zero
+        state's key; and for each weight, a pair of matrices whose product is its gradient.
+        """
+        (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)
+        ground, layers = self.recompute(u, carry, start, saved)
+        ground_steps, layer_steps = unbind_steps(ground), [unbind_steps(layer) for layer in layers]
+        dx, du, dks = [[] for _ in range(L)], [], []
+        carries = [None] * (S + 1) if carry is None else [*carry, None]  # the incoming dk has its carry applied
+        for t in reversed(range(S)):
+            d = ds + grad[t]
+            for i in reversed(range(L)):
+                at, (w_in, _, w_out) = layer_steps[i][t], self.layers[i]
+                dx[i].append(d)
+                torch.mul(d, at.slope, out=at.d_gate_in)  # eq. 7
+                dread = launch_glu_backward(d.to(self.dtype) @ w_out, at.glu_in, at.memory_read, self.read_eps,
+                                            at.d_glu_in, at.y)
+                dz = at.dz
+                if i == 0:
+                    dk = self.write_backward(at, dread, dk, dm, carries[t], carries[t + 1])
+                    dks.append(dk)
+                    if is_cut and t == S - 1:  # no gradient through the columns of the next key
+                        dz = dz.clone()
+                        dz[:, C + self.sizes.d_k * H:C + 2 * self.sizes.d_k * H] = 0
+                else:
+                    self.read_backward(at, dread, dm)
+                d = self.gated_add_norm_backward(dz @ w_in, at.direction, at.inverse, d, at.gate)
+            at = ground_steps[t]
+            du.append(d)
+            torch.mul(d, at.slope, out=at.dz)  # eq. 4
+            ds = self.gated_add_norm_backward(at.dz @ self.ground[0], at.direction, at.inverse, d, at.gate, carries[t])
+
+        def stack(last_first):
+            return torch.stack(last_first[::-1])
+
+        drate, dfirst = layers[0]['drate'].sum((0, 1)), torch.zeros_like(self.first_key)
+        if carry is not None:
+            dfirst, dk = (stack(dks) * (1 - carry.unsqueeze(-1))).sum((0, 1)), dk * carry[0].unsqueeze(-1)
+        pairs = [(ground['dz'], ground['direction'])]
+        for i, layer in enumerate(layers):
+            pairs += [(layer['dz'], layer['direction']), (stack(dx[i]), layer['y'])]
+        return stack(du), ds, dk, dm, drate, dfirst, pairs
+
+    def recompute(self, u, carry, start, saved):
+        """Compute, for all steps at once, the values that `backward` needs.
+
+        Returns {name: (S, B, ...)} of the ground gate and of each layer; dz is room for gradients.
+        """
+        (s, k, memory), (S, B, _), (H, _, D, _) = start, u.shape, self.heads
+        states, products = saved[:self.sizes.n_layer - 1], iter(saved[self.sizes.n_layer - 1:])
+        s = s if carry is None else s * carry
+        ground, layers = self.gated(s, next(products)), []
+        for i, x in enumerate([torch.addcmul(u, ground['gate'], s), *states]):
+            z, widths = next(products), self.sizes.columns(i)
+            layer = self.gated(x, z)
+            layer |= dict(zip(('gate_in', 'memory_in', 'glu_in'), z.split(widths, -1)))
+            layer |= dict(zip(('d_gate_in', 'd_memory_in', 'd_glu_in'), layer['dz'].split(widths, -1)))
+            found = launch_memory_inputs(layer['memory_in'].flatten(0, 1), None if i else self.rate, self.heads)
+            q, *write = (x.unflatten(0, (S, B)) for x in found)
+            if i == 0:
+                next_k, v, decay, beta = write
+                k = torch.cat([k.unsqueeze(0), next_k[:-1]])
+                k = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, self.first_key)
+                memories = launch_delta_replay(memory, (k, v, decay, beta), carry)
+                layer |= dict(k=k, v=v, decay=decay, beta=beta, drate=u.new_empty(S, B, H))
+            layer |= dict(q=q, memory_read=next(products), memory=memories[1:] if i else memories[:-1],
+                          y=u.new_empty(S, B, self.sizes.n_ffn + H * D, dtype=self.dtype))
+            layers.append(layer)
+        return ground, layers
+
+    def gated(self, x, z):
+        """Return what the backward of a gate and x's norm needs; dz is room for z's gradient."""
+        (direction, length), gate = l2_normalize(x, self.state_eps), torch.sigmoid(z[..., :x.shape[-1]].to(x.dtype))
+        return dict(direction=direction, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate),
+                    dz=torch.empty_like(z))
+
+    def write_backward(self, at, dread, dk, dm, carry, next_carry):
+        """Backward of eq. 8 to 10 at one step. Returns the gradient of the key used in the write.
+
+        dread: gradient of the memory read; dk: of the key for the next step; dm: of the memory
+        after the step, updated in place to that of the memory before.
+        """
+        write, dread = (at.k, at.v, at.decay, at.beta), dread.view_as(at.v)
+        dq, dk_used, *others = launch_delta_step_backward(dm, at.memory, write, at.q, dread, carry)
+        launch_memory_inputs_backward(at.memory_in, self.rate, self.heads, at.d_memory_in, (dq, dk, *others), at.drate,
+                                      next_carry)
+        return dk_used
+
+    def read_backward(self, at, dread, dm):
+        """Backward of a read above the first layer. Adds the memory's gradient to dm."""
+        dread = dread.view(*at.q.shape[:2], self.sizes.d_v)
+        dq = read_heads(at.memory.transpose(-1, -2), dread)
+        dm.addcmul_(at.q.unsqueeze(-1), dread.unsqueeze(-2))
+        launch_memory_inputs_backward(at.memory_in, None, self.heads, at.d_memory_in, (dq,))
+
+
+class Graph:
+    """A function of tensors captured as a CUDA graph. Each call overwrites the last results."""
+
+    def __init__(self, function, inputs):
+        self.inputs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, inputs)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # warm-up: compiling kernels cannot be captured
+            function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's thread may run
+            self.results = function(*self.inputs)
+
+    def replay(self, inputs):
+        for own, x in zip(tree_leaves(self.inputs), tree_leaves(inputs)):
+            if isinstance(own, torch.Tensor):
+                own.copy_(x)
+        self.graph.replay()
+        return self.results

@@ -32,7 +32,7 @@ from typing import Literal, get_args
 import torch
 
 from common.benchmarks import local_records
-from common.files import UserError, add_path_to_errors, friendly_errors, open_lines, warn_once
+from common.files import UserError, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
 from common.models import report_edits
 from common.parallel import rank
@@ -186,7 +186,7 @@ def append_line(folder, line: dict) -> None:
     """Append a line to eval.jsonl. Non-finite numbers become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open_lines(Path(folder) / 'eval.jsonl') as file:
+    with open_lines(Path(folder) / 'eval.jsonl') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 

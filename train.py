@@ -13,21 +13,19 @@ if __name__ == '__main__':
     quiet_start()
 
 import contextlib
-import json
 import math
 import os
 import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from common import checkpoint, models, parallel, run_settings, runs
-from common.files import UserError, add_path_to_errors, command, friendly_errors, write_file
+from common.files import UserError, command, friendly_errors
 from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import counted, validation_loss
@@ -256,52 +254,6 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
     return model
 
 
-class Records:
-    """The files of a run: log.jsonl (and wandb), written by rank 0, and checkpoints."""
-
-    def __init__(self, s, config, data, machine, step):
-        self.s, self.log, self.wandb = s, None, None
-        if machine.rank > 0:
-            return
-        id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
-        if s.wandb_project:  # before the run folder is written, because it may fail
-            known = id_file.read_text() if s.resume and id_file.exists() else None
-            try:
-                import wandb
-                self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, id=known, resume='allow',
-                                        config={**asdict(s), **asdict(config)}, allow_val_change=True)
-            except Exception as error:  # not installed, no key, no network
-                raise UserError(f'wandb could not start ({type(error).__name__}: {error}): pip install wandb, run '
-                                '`wandb login`, or leave out wandb_project')
-        if not s.resume:
-            runs.start_run(s, config, data, machine)
-        if runs.extension_starts(s):
-            from common.continuing import copy_log
-            copy_log(s.extend, s.out_dir, step)
-        edited = models.report_edits({'model': s.model, 'code': s.code}, s.out_dir) if s.resume else None
-        self.log = runs.open_log(s.out_dir, step, edited)
-        if self.wandb:
-            write_file(id_file, self.wandb.id.encode())
-
-    def write(self, line: dict) -> None:
-        """Append a line to the log, without non-finite values, which JSON cannot represent."""
-        line = {name: value for name, value in line.items() if math.isfinite(value)}
-        if self.log:
-            with add_path_to_errors(self.log.name):
-                self.log.write(json.dumps(line) + '\n')
-        if self.wandb:
-            self.wandb.log(line, step=line['step'])
-
-    def save(self, model, optimizer, step, seconds) -> None:
-        """Save a checkpoint. Call it on all processes."""
-        if self.log:
-            os.fsync(self.log.fileno())  # so that the log is never behind the checkpoint
-        checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
-                                 runs.last_before_decay(self.s))
-        if self.log:
-            self.log.write(json.dumps({'saved': step}) + '\n')
-
-
 class Meter:
     """Measure speed and training time, excluding evaluation and checkpointing."""
 
@@ -338,9 +290,7 @@ def train(s, config, data, record, machine, argv):
         from common.continuing import restore
         step, seconds = restore(s, model, optimizer)
     ddp = parallel.wrap_ddp(model, compiled, machine.device)
-    records = Records(s, config, data, machine, step)
-    if runs.extension_starts(s):
-        records.save(model, optimizer, step, seconds)
+    records = runs.Records(s, config, data, machine, step)
     n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')

@@ -1,16 +1,17 @@
-"""Settings, weights and log that a run inherits from another one: --resume, --extend, --init_from.
+"""What a run takes over: its own past (--resume), or another run (--extend, --init_from).
 
-Settings that are not given come from the run in out_dir (--resume) or the extended run (--extend),
-and may not change, except `MAY_CHANGE`. With --init_from, only the model's settings are inherited.
+Settings: what the user does not give comes from the run to continue, and only what `may_change`
+names may be given another value. --extend is a --resume whose first checkpoint lies in another
+folder, and which may change max_tokens. With --init_from, only the model's settings are taken over.
+Weights: `restore` for a run to continue, `load_initial_weights` for --init_from.
 """
-import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
 from common import checkpoint, models, runs
-from common.files import UserError, write_file
+from common.files import UserError
 from common.settings import make_settings, options_of
 
 MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
@@ -109,28 +110,23 @@ def continued_config(s, given: dict, data, record: dict):
     return models.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
 
 
-# ---- weights and log ----
+# ---- weights ----
 
 def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
     """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""
     log = Path(s.out_dir) / 'log.jsonl'
-    if s.resume and not checkpoint.checkpoints(s.out_dir) and log.exists() and b'{"saved": ' in log.read_bytes():
+    if checkpoint.checkpoints(s.out_dir) and s.resume:
+        return checkpoint.restore_training(s.out_dir, model, optimizer)
+    if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
         raise UserError(f'{s.out_dir} has no checkpoint, but its log lists one: copy {s.out_dir}/ckpt back, or start '
                         'again with --overwrite instead of --resume')
-    if not runs.extension_starts(s):
-        return checkpoint.restore_training(s.out_dir, model, optimizer)
-    saved = make_settings(type(s), runs.read_run(s.extend)['settings'], f'in {s.extend}/config.json')
-    up_to = runs.last_before_decay(saved)
+    if not s.extend:  # killed before the first checkpoint
+        return 0, 0.0
+    up_to = runs.last_before_decay(replace(s, max_tokens=runs.read_run(s.extend)['settings']['max_tokens']))
     if not checkpoint.checkpoints(s.extend, up_to):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
         raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be extended: train a new run')
     return checkpoint.restore_training(s.extend, model, optimizer, up_to)
-
-
-def copy_log(source, folder, step: int) -> None:
-    """Start the log of an extending run with the lines of the source run up to a step."""
-    lines = [json.dumps(record) + '\n' for record in runs.read_log(source) if record['step'] <= step]
-    write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
 
 
 def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -> None:
@@ -149,17 +145,15 @@ def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -
         raise UserError(f'{source} does not fit this model: {error}')
     checkpoint.load_weights(model, converted, source)
     print(f'loaded the weights of {source}, step {state["step"]}')
-    new = sorted(converted.keys() - tensors.keys())
-    if not new:
-        return
-    original, _ = runs.load_run(source, idx.device, code=None if s.resume else s.code)
-    with torch.no_grad():
-        want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
-    model.train()
-    worst = (have - want).abs().max().item()
-    if not worst < 1e-4:
-        raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
-                        'training. Settings unrelated to the new weights (window, documents, n_head) must match '
-                        "the source's and be supported by this model")
-    print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
-          f'{worst:.1e}')
+    if new := sorted(converted.keys() - tensors.keys()):
+        original, _ = runs.load_run(source, idx.device, code=None if s.resume else s.code)
+        with torch.no_grad():
+            want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
+        model.train()
+        worst = (have - want).abs().max().item()
+        if not worst < 1e-4:
+            raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
+                            'training. Settings unrelated to the new weights (window, documents, n_head) must match '
+                            "the source's and be supported by this model")
+        print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
+              f'{worst:.1e}')

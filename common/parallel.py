@@ -100,3 +100,24 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a sharded tensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+
+
+def gather_tensors(tensors: dict) -> dict:
+    """Return {name: whole tensor} in CPU memory on rank 0, {} on the others. Collective.
+
+    Gathers one tensor at a time.
+    """
+    whole = {}
+    for name, tensor in tensors.items():
+        full = full_tensor(tensor.detach())
+        if rank() == 0:
+            whole[name] = full.cpu().contiguous()
+    return whole
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a whole tensor, if `other`, of its shape, is sharded."""
+    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

@@ -72,7 +72,7 @@ def test_scalars_of_a_state_stay_on_their_device():
     tensors, one = {}, torch.ones((), device='cpu')
     packed = checkpoint.pack([one, one.to('meta')], 'x', 'w', tensors)
     for scalars_too in (False, True):
-        got = checkpoint.unpack(packed, tensors, torch.device('meta'), scalars_too)
+        got = checkpoint.unpack(packed, tensors, torch.ones(2, device='meta'), scalars_too)
         assert [x.device.type for x in got] == ['meta' if scalars_too else 'cpu', 'meta']
 
 

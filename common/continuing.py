@@ -38,7 +38,10 @@ def add_model_option(argv: list[str]) -> list[str]:
 
 
 def continued_settings(s, given: dict) -> tuple:
-    """Return (settings of the run to resume or extend, updated with `given`; its config.json)."""
+    """Take over the settings of the run to resume or extend, except those that the user gave.
+
+    Returns (settings, {name: value} for the model's Config, config.json of the run).
+    """
     folder = s.out_dir if s.resume else s.extend
     record = runs.read_run(folder, s.code)
     saved = make_settings(type(s), record['settings'], f'in {folder}/config.json')
@@ -52,7 +55,7 @@ def continued_settings(s, given: dict) -> tuple:
     check_unchanged(folder, known, {name: value for name, value in given.items() if name not in free})
     own = {f.name for f in fields(s)}
     values = {name: given[name] for name in given if name in own}
-    return replace(saved, **values | {'out_dir': s.out_dir}), record
+    return replace(saved, **values | {'out_dir': s.out_dir}), record['model_config'] | given, record
 
 
 def check_extension(s, saved, given: dict) -> None:
@@ -97,17 +100,6 @@ def inherit_model_settings(s, given: dict) -> tuple:
     if 'documents' not in given and 'eos_id' in values:
         s = replace(s, documents=values['eos_id'] is not None)
     return s, {name: value for name, value in values.items() if name not in ('n_ids', 'eos_id')} | given
-
-
-def continued_config(s, given: dict, data, record: dict):
-    """Return the model Config of the run to resume or extend. UserError if its data differ."""
-    folder = s.out_dir if s.resume else s.extend
-    runs.check_vocabulary(record, data, folder)
-    if record['data']['sha256'] != data.sha256:
-        raise UserError(f'{data.folder} is not the data that the run in {folder} was trained on (checksums '
-                        'differ): restore that data, or start a new run with --init_from')
-    changed = {name: value for name, value in given.items() if name in may_change(record)}
-    return models.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
 
 
 # ---- weights ----

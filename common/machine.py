@@ -25,7 +25,7 @@ from common.files import UserError, first_line
 Device = Literal['auto', 'cuda', 'cpu', 'mps']  # types of the scripts' settings
 DType = Literal['auto', 'bfloat16', 'float32']
 
-CGROUP = Path('/sys/fs/cgroup')  # where Linux shows a container's CPU quota
+QUOTA = Path('/sys/fs/cgroup/cpu.max')  # where Linux shows a container's CPU quota
 
 
 @dataclass
@@ -167,10 +167,9 @@ def init_distributed(backend: str) -> None:
 def usable_cores() -> int:
     """Return the number of CPU cores of this process, by its affinity and container quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    for files in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):  # of cgroups v2 and v1
-        with suppress(OSError, ValueError):  # no such file; 'max': no quota
-            quota, period = map(int, ' '.join((CGROUP / name).read_text() for name in files).split())
-            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    with suppress(OSError, ValueError):  # no such file; 'max': no quota
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 

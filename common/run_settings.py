@@ -27,7 +27,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     record = None
     if s.extend or s.resume:
         from common.continuing import continued_settings
-        s, record = continued_settings(s, given)
+        s, given, record = continued_settings(s, given)
     elif s.init_from:  # perhaps from a config file
         from common.continuing import inherit_model_settings
         s, given = inherit_model_settings(s, given)
@@ -46,12 +46,16 @@ def code_folder(s) -> str | None:
 
 
 def model_config(s, given, data, record):
-    """Return the model's Config: the saved one, or the user's values and the data's vocabulary."""
-    if record:
-        from common.continuing import continued_config
-        return continued_config(s, given, data, record)
-    if s.init_from:
-        runs.check_vocabulary(runs.read_run(s.init_from), data, s.init_from)
+    """Return the model's Config: `given`, and the data's vocabulary. UserError if they do not fit.
+
+    given, record: see `read_settings`.
+    """
+    source = s.out_dir if s.resume else s.extend or s.init_from
+    if source:
+        runs.check_vocabulary(record or runs.read_run(source), data, source)
+    if record and record['data']['sha256'] != data.sha256:
+        raise UserError(f'{data.folder} is not the data that the run in {source} was trained on (checksums '
+                        'differ): restore that data, or start a new run with --init_from')
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
                         'out n_ids')

@@ -18,8 +18,8 @@ from conftest import (STEP_TOKENS, TINY, assert_sentence, config_json, losses, r
 import attn_kernels
 import train
 from common import checkpoint, dry_run, machine, models, run_settings, runs
+from common.dry_run import LiveBytes, activation_bytes
 from common.files import UserError
-from common.memory import LiveBytes, activation_bytes
 from common.validation import counted, validation_loss
 from data import open_data
 

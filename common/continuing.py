@@ -12,7 +12,7 @@ import torch
 
 from common import checkpoint, models, runs
 from common.files import UserError
-from common.settings import make_settings, options_of
+from common.settings import make_settings
 
 MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
     'resume', 'code', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
@@ -26,15 +26,6 @@ MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
 def may_change(record: dict) -> set[str]:
     """Return the names of all settings of a run (config.json) that may change on --resume."""
     return MAY_CHANGE | {*getattr(models.model_file(record['model'], record['code']).Config, 'may_change', ())}
-
-
-def add_model_option(argv: list[str]) -> list[str]:
-    """Add --model of the run to continue to argv, unless argv names a model or a config file."""
-    options = {name: value for name, value in options_of(argv).items() if value not in ('None', 'False', 'false')}
-    source = options.get('out_dir') if 'resume' in options else options.get('extend') or options.get('init_from')
-    if source and source is not True and 'model' not in options and all(arg.startswith('-') for arg in argv):
-        return [*argv, f'--model={runs.read_run(source)["model"]}']
-    return argv
 
 
 def continued_settings(s, given: dict) -> tuple:

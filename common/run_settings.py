@@ -1,4 +1,8 @@
-"""Settings of a training run: reading them, describing their cost, and checking them."""
+"""Settings of a training run: reading them, checking them, and describing what they cost.
+
+train.py calls `read_settings`; with the data, `model_config` and `check_settings`; with the model,
+`describe`. A run that takes over another's settings gets them from common/continuing.py.
+"""
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,13 +16,16 @@ from data.tokenizers import load_tokenizer, padded_vocab
 def read_settings(Settings: type, argv: list[str]) -> tuple:
     """Return (settings, {name: value} for the model's Config, config.json of the run to continue).
 
-    The values come from the user or from --init_from. Settings: train.py's dataclass.
+    What the user does not give comes from the run that is continued or given as --init_from. That
+    run also says which model it is, if the user names no model and no config file. Settings:
+    train.py's dataclass.
     """
-    if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
-        from common.continuing import add_model_option
-        argv = add_model_option(argv)
-    options = options_of(argv)
-    code = options.get('out_dir' if 'resume' in options else 'extend') if options.get('code') == 'run' else None
+    options = {name: text for name, text in options_of(argv).items() if text not in ('None', 'False', 'false')}
+    continued = options.get('out_dir' if 'resume' in options else 'extend')
+    source, has_file = continued or options.get('init_from'), not all(arg.startswith('-') for arg in argv)
+    if isinstance(source, str) and 'model' not in options and not has_file:
+        argv = [*argv, f'--model={runs.read_run(source)["model"]}']
+    code = continued if options.get('code') == 'run' else None
     s, positional, given = load_settings(Settings, argv, lambda model: config_class(model, code))
     s.model = models.given_model(s.model)
     given |= {'model': s.model} if 'model' in given else {}

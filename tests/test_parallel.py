@@ -175,21 +175,6 @@ def test_waiting_for_other_processes_prints_a_line_after_ten_seconds(monkeypatch
     assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('quota, cores', [(None, 6), ('max 100\n', 6), ('250 100\n', 3), ('50 100\n', 1)])
-def test_thread_count_follows_cpu_affinity_and_container_quota(monkeypatch, tmp_path, quota, cores):
-    if quota:
-        (tmp_path / 'cpu.max').write_text(quota)
-    monkeypatch.setattr(machine, 'QUOTA', tmp_path / 'cpu.max')
-    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(6), raising=False)
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-    monkeypatch.setattr(machine.torch, 'get_num_threads', lambda: 8)
-    chosen = []
-    monkeypatch.setattr(machine.torch, 'set_num_threads', chosen.append)
-    machine.set_threads(None, 1)
-    machine.set_threads(None, 3)
-    assert machine.usable_cores() == cores and chosen == [cores, max(1, cores // 3)]
-
-
 def test_checkpointed_sharded_blocks_are_compiled_whole(tmp_path):
     done = succeeded(run_on_processes(1, tmp_path, COMPILED_SHARDED))
     is_whole, difference = done.stdout.split()

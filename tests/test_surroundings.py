@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import assert_sentence, config_json, contents, run, succeeded, train_tiny
 
@@ -50,24 +51,27 @@ def test_training_in_a_thread_leaves_signals_alone():
         assert pool.submit(catch).result() == []
 
 
-def test_progress_is_one_line_of_a_narrow_terminal(monkeypatch):
-    monkeypatch.setenv('COLUMNS', '40')
-    monkeypatch.setattr(sys, 'stdout', io.StringIO())
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
-    progress = machine.make_progress()
-    for line in ('step 1 of 7 ' * 20, 'step 2'):
-        progress(line)
-    machine.say('done ' * 20)
-    erased = sys.stdout.getvalue().split('\r\x1b[K')
-    assert erased == ['', ('step 1 of 7 ' * 20)[:39], 'step 2', 'done ' * 20 + '\n']
-
-
 # ---- environment ----
 
-@pytest.mark.parametrize('text, threads', [('4,2', 4), ('2', 2), ('0', None), ('abc', None), ('', None)])
-def test_the_first_number_of_omp_num_threads_counts(monkeypatch, text, threads):
-    monkeypatch.setenv('OMP_NUM_THREADS', text)
-    assert machine.omp_threads() == threads
+@pytest.mark.parametrize('threads, local_world, omp, quota, expected', [
+    (None, 1, None, None, None), (None, 1, '3', None, None), (5, 1, '3', None, 5), (None, 1, 'abc', '250 100', 3),
+    (None, 1, None, 'max 100', None), (None, 2, None, '50 100', 1), (None, 2, None, None, 4), (None, 2, '1', None, 4),
+    (None, 2, '4,2', None, None), (5, 2, '1', None, 5), (None, 99, None, None, 1)])
+def test_threads_follow_the_setting_or_omp_or_cores_and_quota(monkeypatch, tmp_path, threads, local_world, omp, quota,
+                                                              expected):
+    """An expected value of None means PyTorch's default, which reads OMP_NUM_THREADS."""
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    if omp is not None:
+        monkeypatch.setenv('OMP_NUM_THREADS', omp)
+    if quota is not None:
+        (tmp_path / 'cpu.max').write_text(quota)
+    monkeypatch.setattr(machine, 'QUOTA', tmp_path / 'cpu.max')
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(8), raising=False)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 8)
+    chosen = []
+    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
+    machine.set_threads(threads, local_world)
+    assert chosen == ([] if expected is None else [expected])
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):

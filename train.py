@@ -45,7 +45,7 @@ class Settings:
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
     init_from: str | None = None  # run to take weights and model settings from (without a config file, also `model`)
     dry_run: bool = False  # check the settings, print size, cost and memory, and exit; the data need not exist
-    memory: float | None = None  # with --dry_run: GPU memory in GiB that a step should fit into
+    gpu_gib: float | None = None  # with --dry_run: the GPU's memory, in GiB, that a step should fit into
     seed: int = 1337  # random seed for the initial weights, the data order and dropout
     # data
     data: str = 'data/built/fineweb_edu'  # folder, built-in data, or a task with options: path_star:degree=2,length=5
@@ -90,7 +90,7 @@ class Settings:
     def __post_init__(self):
         counts = ('batch_size', 'micro_batch_size', 'block_size', 'max_tokens', 'eval_interval', 'log_interval',
                   'save_interval', 'threads', 'assumed_ids')
-        amounts = ('memory', 'seed', 'learning_rate', 'min_lr', 'warmup_tokens', 'weight_decay', 'grad_clip',
+        amounts = ('gpu_gib', 'seed', 'learning_rate', 'min_lr', 'warmup_tokens', 'weight_decay', 'grad_clip',
                    'eval_tokens', 'eval_seed', 'acceptance_prompts', 'sample_tokens')
         check_ranges(self, **dict.fromkeys(counts, 1), **dict.fromkeys(amounts, 0), keep_checkpoints=2, shard=2,
                      decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9))
@@ -271,7 +271,7 @@ class Meter:
         elapsed = time.perf_counter() - self.since
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
-        found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_memory() / 2 ** 30}
+        found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_bytes() / 2 ** 30}
         if self.flops and self.peak:
             found['mfu'] = speed * self.flops / (self.peak * self.machine.world)
         return found

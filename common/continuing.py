@@ -15,7 +15,7 @@ from common.files import UserError
 from common.settings import make_settings
 
 MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
-    'resume', 'code', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
+    'resume', 'code', 'overwrite', 'dry_run', 'gpu_gib', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
     'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
     'data'}  # the folder may move; the checksum of its content must match

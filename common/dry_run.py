@@ -39,7 +39,7 @@ def dry_run(s, given: dict, record, machine) -> None:
     check_settings(s, data, n_processes)
     model = models.meta_model(s.model, config, code_folder(s))
     describe(s, model, data)
-    print_memory(s, model, n_processes)
+    print_gib(s, model, n_processes)
 
 
 def assumed_data(s, record) -> SimpleNamespace:
@@ -64,8 +64,8 @@ def assumed_data(s, record) -> SimpleNamespace:
                            n_windows=lambda split, T: 1, hint=hint)
 
 
-def print_memory(s, model, n_processes: int) -> None:
-    """Print the estimated GPU memory per process, and whether it fits into s.memory GiB.
+def print_gib(s, model, n_processes: int) -> None:
+    """Print the estimated GPU memory per process, and whether it fits into s.gpu_gib GiB.
 
     model: on the meta device.
     """
@@ -87,16 +87,16 @@ def print_memory(s, model, n_processes: int) -> None:
         return
     print(f', {needed / 2**30:.2f} GiB at the peak of a step on a GPU, with micro-batches of {n_rows} and matrix '
           f'products in {str(dtype)[6:]}')
-    if s.memory is None:
+    if s.gpu_gib is None:
         return
-    room = 0.95 * s.memory * 2 ** 30  # 5% for the driver and fragmentation
+    room = 0.95 * s.gpu_gib * 2 ** 30  # 5% for the driver and fragmentation
     print('searching for the largest micro_batch_size that fits, which takes a while for a large model', flush=True)
     low, high = (n_rows, most) if needed <= room else (0, n_rows - 1)  # it is one of these or between them
     largest = low + bisect.bisect(range(low + 1, high + 1), room - held, key=activations)
     advice = f'the largest micro_batch_size that fits is {largest}'
     if largest < 1:
         advice = 'no micro_batch_size fits: use a smaller block_size or model, or a checkpoint_ setting (--help)'
-    print(f'a step {"fits" if needed <= room else "does not fit"} {s.memory:g} GiB; {advice}')
+    print(f'a step {"fits" if needed <= room else "does not fit"} {s.gpu_gib:g} GiB; {advice}')
 
 
 def state_bytes(model, n_shards: int, accumulates: bool) -> float:

@@ -68,7 +68,7 @@ class Machine:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def peak_memory(self) -> int:
+    def peak_bytes(self) -> int:
         """Return the peak memory of this process in bytes, on the GPU or else on the host."""
         if self.device.type == 'cuda':
             return torch.cuda.max_memory_allocated(self.device)
@@ -127,7 +127,7 @@ def start_processes(s) -> Machine:
     if device.type != 'cuda':
         set_threads(s.threads, local_world)
         torch.set_flush_denormal(True)  # arithmetic on denormals is far slower
-        keep_freed_memory()
+        keep_freed_pages()
     init_distributed('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
     return Machine(rank, world, device, launcher=os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None)
 
@@ -193,7 +193,7 @@ def set_threads(n_threads: int | None, local_world: int) -> None:
         torch.set_num_threads(n_threads)
 
 
-def keep_freed_memory() -> None:
+def keep_freed_pages() -> None:
     """Make glibc reuse freed memory instead of returning it to the kernel: fewer page faults."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')

@@ -201,7 +201,7 @@ def test_impossible_parallel_settings_give_a_clear_error(settings, sentence):
 def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
     """16 bytes per parameter / 64, and what FSDP gathers and buffers. Nothing is trained."""
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
-            '--batch_size=64', '--dry_run', '--memory=8']
+            '--batch_size=64', '--dry_run', '--gpu_gib=8']
     in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
     model = models.meta_model('standard', models.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512

@@ -1,9 +1,9 @@
-"""A run folder: its settings (config.json), the copies of its model's code, and its log.
+"""A run folder: config.json, the copies of its model's code, its log and its checkpoints.
 
-Scripts open a run with `load_run`, or with `read_run` if they do not need the model. train.py
-writes one inside `locked_run`: `start_run` creates it, `open_log` and common/checkpoint.py fill it.
-docs/runs.md lists the files. A folder is a run if it has a config.json, which is therefore the last
-file to be written and the first to be removed.
+Scripts open a run with `load_run`, or with `read_run` if they do not need the model. train.py holds
+`locked_run` while it writes one: `Records` creates or continues the folder, and then adds lines to
+the log and checkpoints (common/checkpoint.py). A folder is a run if it has a config.json, which is
+the last file to be written and the first to be removed. docs/runs.md lists the files.
 """
 import dataclasses
 import io
@@ -152,7 +152,7 @@ def last_before_decay(s) -> int | None:
     return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
 
 
-# ---- writing a run folder ----
+# ---- creating, replacing and removing a run ----
 
 def check_out_dir(folder, overwrite: bool) -> None:
     """Raise UserError if a new run must not be written to this folder."""
@@ -238,7 +238,7 @@ def start_run(s, config, data, machine, step: int) -> None:
                      'processes': machine.world}})
 
 
-# ---- the log and the checkpoints of a run that trains ----
+# ---- what a run adds while it trains ----
 
 class Records:
     """What train.py adds to a run: lines of log.jsonl (and wandb), by rank 0, and checkpoints."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_sentence, contents, losses, run, start_training, succeeded, train_tiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import eval as evaluation
 import train
@@ -262,19 +262,12 @@ def test_steps_with_non_finite_gradients_are_skipped_and_counted(tiny_data, tmp_
         assert all(t.isfinite().all() for t in load_file(path).values()), path
 
 
-def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
+def test_non_finite_numbers_are_not_saved(run_folder):
     bad = {'w': torch.ones(3), 'exp_avg_sq/w': torch.tensor([1, float('inf')])}
     with pytest.raises(UserError, match='exp_avg_sq/w contains NaN or infinity after step 3.*step_00000002'):
         checkpoint.save_checkpoint(run_folder, 3, bad, {'step': 3})
+    assert load(run_folder) == (2, 2.0)
     assert '--init_from' in checkpoint.recovery_advice(run_folder) and '--' not in checkpoint.recovery_advice('none')
-    for step in (2, 1):  # with correct checksums, so the NaN check has to find it
-        assert load(run_folder) == (step, step)
-        newest = checkpoint.checkpoints(run_folder)[2 - step]
-        save_file({'w': torch.tensor([1, float('nan')])}, newest / 'model.safetensors')
-        names = ('model.safetensors', 'state.json')
-        (newest / 'SHA256SUMS').write_text(''.join(f'{sha256(newest / name)}  {name}\n' for name in names))
-    with pytest.raises(UserError, match='has no undamaged checkpoint'):
-        load(run_folder)
 
 
 def test_any_nan_or_inf_is_found_but_an_overflowing_sum_is_allowed():

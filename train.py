@@ -282,8 +282,7 @@ def train(s, config, data, record, machine, argv):
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     if s.parallel == 'fsdp' and machine.world > 1:
-        from common.sharding import shard_model
-        shard_model(model, machine.device, s.shard)
+        parallel.shard_model(model, machine.device, s.shard)
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:

@@ -6,6 +6,7 @@ processes write it, and any number can read it: rank 0 writes the tensors whole,
 takes its shards of them. The files are written to a temporary folder, which gets its name when all
 are on disk, so a name stands for a whole checkpoint.
 """
+import itertools
 import json
 import os
 import re
@@ -49,8 +50,8 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     try:
         for name, of_param in state['optimizer'].items():
             p = params[name]
-            optimizer.state[p] = {key: unpack(value, tensors, p, p in on_device) for key, value in of_param.items()}
-    except (KeyError, TypeError, AttributeError) as error:
+            optimizer.state[p] = unpack(dict(of_param), tensors, p, p in on_device)
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
     return state['step'], state['seconds']
 
@@ -58,33 +59,30 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
 def pack(value, key: str, param: str, tensors: dict):
     """Return a part of an optimizer's state as JSON. Its tensors are added to `tensors`.
 
-    {'tensor': name, 'device': type} stands for a tensor. UserError for a type that JSON lacks.
+    Each tensor becomes {'tensor': its name, 'device': type}. A tuple becomes a list. UserError for
+    other types that JSON lacks.
     """
-    if isinstance(value, torch.Tensor):
-        tensors[f'{key}/{param}'] = value
-        return {'tensor': f'{key}/{param}', 'device': value.device.type}
-    if isinstance(value, list):
-        return [pack(x, f'{key}[{i}]', param, tensors) for i, x in enumerate(value)]
-    if isinstance(value, dict):
-        return {str(name): pack(x, f'{key}[{name}]', param, tensors) for name, x in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UserError(f"the optimizer's state has {key} = {value!r} for {param}: a checkpoint holds only tensors, "
-                    'numbers, strings, None, and lists and dicts (not tuples) of them')
+    names = (f'{key}[{i}]/{param}' if i else f'{key}/{param}' for i in itertools.count())
+
+    def put(part):
+        if not isinstance(part, torch.Tensor):
+            raise UserError(f"the optimizer's state has {key} = {value!r} for {param}: a checkpoint holds only "
+                            'tensors, numbers, strings, None, and lists and dicts of them')
+        name = next(names)
+        tensors[name] = part
+        return {'tensor': name, 'device': part.device.type}
+    return json.loads(json.dumps(value, default=put))
 
 
-def unpack(value, tensors: dict, p: torch.nn.Parameter, scalars_too: bool):
+def unpack(packed: dict, tensors: dict, p: torch.nn.Parameter, scalars_too: bool) -> dict:
     """Return what `pack` was given, with its tensors where p is. scalars_too: those as well."""
-    if isinstance(value, list):
-        return [unpack(x, tensors, p, scalars_too) for x in value]
-    if not isinstance(value, dict):
-        return value
-    if 'tensor' not in value:
-        return {name: unpack(x, tensors, p, scalars_too) for name, x in value.items()}
-    tensor = tensors[value['tensor']]
-    if tensor.dim() == 0 and value['device'] == 'cpu' and not scalars_too:
-        return tensor
-    return parallel.shard_like(tensor.to(p.device), p)
+    def take(value):
+        if 'tensor' not in value:
+            return value
+        tensor = tensors[value['tensor']]
+        stays = tensor.dim() == 0 and value['device'] == 'cpu' and not scalars_too
+        return tensor if stays else parallel.shard_like(tensor.to(p.device), p)
+    return json.loads(json.dumps(packed), object_hook=take)
 
 
 # ---- weights ----
@@ -95,19 +93,13 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict:
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
-def check_weights(model: torch.nn.Module, tensors: dict, source) -> None:
-    """Raise UserError unless the tensors have the model's names and shapes."""
+def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
+    """Copy named tensors into the model's parameters and buffers. UserError on a mismatch."""
     own = checkpoint_tensors(model)
     for name in own | tensors:
         have, want = (tuple(some[name].shape) if name in some else 'missing' for some in (tensors, own))
         if have != want:
             raise UserError(f'{source} does not fit this model: {name} has shape {have}, expected {want}')
-
-
-def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
-    """Copy named tensors into the model's parameters and buffers. UserError on a mismatch."""
-    check_weights(model, tensors, source)
-    own = checkpoint_tensors(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(parallel.shard_like(tensor, own[name]))

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from common import models, runs
 from common.files import ROOT, command, first_line
 from common.machine import pick_dtype
+from common.parallel import gathered_modules
 from common.run_settings import check_settings, code_folder, describe, model_config
-from common.sharding import gathered_modules
 from data import has_data, open_data
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}

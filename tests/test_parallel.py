@@ -49,7 +49,7 @@ COMPILED_SHARDED = '''
 import torch
 import model_standard
 from attn_kernels import Mask
-from common.sharding import shard_model
+from common.parallel import shard_model
 from model_standard import Config, Model
 
 model_standard.make_mask = lambda *args, **options: Mask('causal')

@@ -20,8 +20,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
-import re
 import statistics
 import sys
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from typing import Literal, get_args
 import torch
 
 from common.benchmarks import local_records
-from common.files import UserError, add_path_to_errors, friendly_errors, open_lines, warn_once
+from common.files import UserError, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
 from common.models import report_edits
 from common.parallel import rank
@@ -132,38 +130,30 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     return values | {'tokens': n_counted}
 
 
-def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
-    """Load a run. Returns its Scorer, tokenizer and config.json."""
+def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
+    """Evaluate one run. Returns a record for eval.jsonl; 'results' is {task: {metric: value}}."""
     device = local_device(s.device)
     model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code, s.model)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
-    bos = record['data']['bos'] if s.bos is None else s.bos
-    return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
-
-
-def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
-    """Evaluate one run. Returns a record for eval.jsonl; 'results' is {task: {metric: value}}."""
-    scorer, tokenizer, record = load_scorer(folder, s)
-    model, results, versions = scorer.model, {}, {'torch': torch.__version__}
+    tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'] if s.bos is None else s.bos)
+    results, versions = {}, {'torch': torch.__version__}
     if s.val:
         results['val'] = validation(folder, model, record, s)
-    lm_eval_tasks = [task for task in tasks if task != 'lambada_first_token']
     try:
         if 'lambada_first_token' in tasks:
             results['lambada_first_token'] = lambada_first_token(scorer, tokenizer, s)
-        if lm_eval_tasks or corpora:
+        few_shot = [task for task in tasks if task != 'lambada_first_token']
+        if few_shot or corpora:
             warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
             from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
-            lm, parts = RunLM(scorer, tokenizer, record['data'].get('ends')), []
-            parts += [(lm_eval_tasks, s.num_fewshot), ([name for name in corpora if name not in tasks], 0)]
-            for names, num_fewshot in parts:
+            lm = RunLM(scorer, tokenizer, record['data'].get('ends'))
+            for names, n_shots in ((few_shot, s.num_fewshot), ([name for name in corpora if name not in tasks], 0)):
                 if names:
-                    results |= task_metrics(run_tasks(lm, names, s.data_dir, s.limit, num_fewshot))
+                    results |= task_metrics(run_tasks(lm, names, s.data_dir, s.limit, n_shots))
             versions['lm_eval'] = importlib.metadata.version('lm_eval')
     except (OSError, ImportError) as error:  # ImportError: no support for a socks proxy
-        proxies = [name for name in os.environ if re.fullmatch('(all|https?)_proxy', name.lower())]
-        raise UserError(f'{", ".join([*tasks, *corpora])} could not be loaded ({type(error).__name__}: {error}); '
-                        + (f'check or unset {", ".join(proxies)}; ' if proxies else '') + 'offline, use --data_dir')
+        raise UserError(f'{", ".join([*tasks, *corpora])} could not be loaded ({type(error).__name__}: {error}): check '
+                        'the network and the variables *_proxy, or use --data_dir offline')
     for corpus in corpora:
         results[corpus]['nats_per_word'] = math.log(results[corpus]['word_perplexity'])
     if s.paper:
@@ -186,7 +176,7 @@ def append_line(folder, line: dict) -> None:
     """Append a line to eval.jsonl. Non-finite numbers become null."""
     results = {task: {metric: value if math.isfinite(value) else None for metric, value in values.items()}
                for task, values in line['results'].items()}
-    with add_path_to_errors(Path(folder) / 'eval.jsonl'), open_lines(Path(folder) / 'eval.jsonl') as file:
+    with open_lines(Path(folder) / 'eval.jsonl') as file:
         file.write(json.dumps({**line, 'results': results}) + '\n')
 
 

@@ -13,21 +13,19 @@ if __name__ == '__main__':
     quiet_start()
 
 import contextlib
-import json
 import math
 import os
 import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from common import checkpoint, models, parallel, run_settings, runs
-from common.files import UserError, add_path_to_errors, command, friendly_errors, write_file
+from common.files import UserError, command, friendly_errors
 from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import counted, validation_loss
@@ -47,7 +45,7 @@ class Settings:
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
     init_from: str | None = None  # run to take weights and model settings from (without a config file, also `model`)
     dry_run: bool = False  # check the settings, print size, cost and memory, and exit; the data need not exist
-    memory: float | None = None  # with --dry_run: GPU memory in GiB that a step should fit into
+    gpu_gib: float | None = None  # with --dry_run: the GPU's memory, in GiB, that a step should fit into
     seed: int = 1337  # random seed for the initial weights, the data order and dropout
     # data
     data: str = 'data/built/fineweb_edu'  # folder, built-in data, or a task with options: path_star:degree=2,length=5
@@ -92,7 +90,7 @@ class Settings:
     def __post_init__(self):
         counts = ('batch_size', 'micro_batch_size', 'block_size', 'max_tokens', 'eval_interval', 'log_interval',
                   'save_interval', 'threads', 'assumed_ids')
-        amounts = ('memory', 'seed', 'learning_rate', 'min_lr', 'warmup_tokens', 'weight_decay', 'grad_clip',
+        amounts = ('gpu_gib', 'seed', 'learning_rate', 'min_lr', 'warmup_tokens', 'weight_decay', 'grad_clip',
                    'eval_tokens', 'eval_seed', 'acceptance_prompts', 'sample_tokens')
         check_ranges(self, **dict.fromkeys(counts, 1), **dict.fromkeys(amounts, 0), keep_checkpoints=2, shard=2,
                      decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9))
@@ -256,52 +254,6 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
     return model
 
 
-class Records:
-    """The files of a run: log.jsonl (and wandb), written by rank 0, and checkpoints."""
-
-    def __init__(self, s, config, data, machine, step):
-        self.s, self.log, self.wandb = s, None, None
-        if machine.rank > 0:
-            return
-        id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
-        if s.wandb_project:  # before the run folder is written, because it may fail
-            known = id_file.read_text() if s.resume and id_file.exists() else None
-            try:
-                import wandb
-                self.wandb = wandb.init(project=s.wandb_project, name=s.out_dir, id=known, resume='allow',
-                                        config={**asdict(s), **asdict(config)}, allow_val_change=True)
-            except Exception as error:  # not installed, no key, no network
-                raise UserError(f'wandb could not start ({type(error).__name__}: {error}): pip install wandb, run '
-                                '`wandb login`, or leave out wandb_project')
-        if not s.resume:
-            runs.start_run(s, config, data, machine)
-        if runs.extension_starts(s):
-            from common.continuing import copy_log
-            copy_log(s.extend, s.out_dir, step)
-        edited = models.report_edits({'model': s.model, 'code': s.code}, s.out_dir) if s.resume else None
-        self.log = runs.open_log(s.out_dir, step, edited)
-        if self.wandb:
-            write_file(id_file, self.wandb.id.encode())
-
-    def write(self, line: dict) -> None:
-        """Append a line to the log, without non-finite values, which JSON cannot represent."""
-        line = {name: value for name, value in line.items() if math.isfinite(value)}
-        if self.log:
-            with add_path_to_errors(self.log.name):
-                self.log.write(json.dumps(line) + '\n')
-        if self.wandb:
-            self.wandb.log(line, step=line['step'])
-
-    def save(self, model, optimizer, step, seconds) -> None:
-        """Save a checkpoint. Call it on all processes."""
-        if self.log:
-            os.fsync(self.log.fileno())  # so that the log is never behind the checkpoint
-        checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
-                                 runs.last_before_decay(self.s))
-        if self.log:
-            self.log.write(json.dumps({'saved': step}) + '\n')
-
-
 class Meter:
     """Measure speed and training time, excluding evaluation and checkpointing."""
 
@@ -319,7 +271,7 @@ class Meter:
         elapsed = time.perf_counter() - self.since
         self.seconds += elapsed
         speed = (step - self.since_step) * self.tokens_per_step / elapsed
-        found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_memory() / 2 ** 30}
+        found = {'seconds': self.seconds, 'tokens_per_s': speed, 'memory_gib': self.machine.peak_bytes() / 2 ** 30}
         if self.flops and self.peak:
             found['mfu'] = speed * self.flops / (self.peak * self.machine.world)
         return found
@@ -330,17 +282,14 @@ def train(s, config, data, record, machine, argv):
     model = make_model(s, config, data, record, machine)
     compiled = machine.compiled(model, s.compile)
     if s.parallel == 'fsdp' and machine.world > 1:
-        from common.sharding import shard_model
-        shard_model(model, machine.device, s.shard)
+        parallel.shard_model(model, machine.device, s.shard)
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:
         from common.continuing import restore
         step, seconds = restore(s, model, optimizer)
     ddp = parallel.wrap_ddp(model, compiled, machine.device)
-    records = Records(s, config, data, machine, step)
-    if runs.extension_starts(s):
-        records.save(model, optimizer, step, seconds)
+    records = runs.Records(s, config, data, machine, step)
     n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')

@@ -21,9 +21,8 @@ import torch
 import train
 from bench import DEVICE, GPU, TOY_SHAPE, Settings, measure, process, resident
 from common import gpu, machine, models, run_settings
-from common.dry_run import assumed_data, state_bytes
+from common.dry_run import activation_bytes, assumed_data, state_bytes
 from common.files import ROOT
-from common.memory import activation_bytes
 
 TOY = [*(f'--{name}={value}' for name, value in TOY_SHAPE.items()), '--block_size=16', '--micro_batch_size=2']
 SCALES = {'s': [['standard', 'sps']], 'xs': [['standard', 'sps']],  # models that are in memory together

@@ -1,20 +1,21 @@
-"""Settings, weights and log that a run inherits from another one: --resume, --extend, --init_from.
+"""What a run takes over: its own past (--resume), or another run (--extend, --init_from).
 
-Settings that are not given come from the run in out_dir (--resume) or the extended run (--extend),
-and may not change, except `MAY_CHANGE`. With --init_from, only the model's settings are inherited.
+Settings: what the user does not give comes from the run to continue, and only what `may_change`
+names may be given another value. --extend is a --resume whose first checkpoint lies in another
+folder, and which may change max_tokens. With --init_from, only the model's settings are taken over.
+Weights: `restore` for a run to continue, `load_initial_weights` for --init_from.
 """
-import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
 from common import checkpoint, models, runs
-from common.files import UserError, write_file
-from common.settings import make_settings, options_of
+from common.files import UserError
+from common.settings import make_settings
 
 MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
-    'resume', 'code', 'overwrite', 'dry_run', 'memory', 'out_dir', 'verify', 'micro_batch_size',
+    'resume', 'code', 'overwrite', 'dry_run', 'gpu_gib', 'out_dir', 'verify', 'micro_batch_size',
     'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
     'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
     'data'}  # the folder may move; the checksum of its content must match
@@ -27,17 +28,11 @@ def may_change(record: dict) -> set[str]:
     return MAY_CHANGE | {*getattr(models.model_file(record['model'], record['code']).Config, 'may_change', ())}
 
 
-def add_model_option(argv: list[str]) -> list[str]:
-    """Add --model of the run to continue to argv, unless argv names a model or a config file."""
-    options = {name: value for name, value in options_of(argv).items() if value not in ('None', 'False', 'false')}
-    source = options.get('out_dir') if 'resume' in options else options.get('extend') or options.get('init_from')
-    if source and source is not True and 'model' not in options and all(arg.startswith('-') for arg in argv):
-        return [*argv, f'--model={runs.read_run(source)["model"]}']
-    return argv
-
-
 def continued_settings(s, given: dict) -> tuple:
-    """Return (settings of the run to resume or extend, updated with `given`; its config.json)."""
+    """Take over the settings of the run to resume or extend, except those that the user gave.
+
+    Returns (settings, {name: value} for the model's Config, config.json of the run).
+    """
     folder = s.out_dir if s.resume else s.extend
     record = runs.read_run(folder, s.code)
     saved = make_settings(type(s), record['settings'], f'in {folder}/config.json')
@@ -51,7 +46,7 @@ def continued_settings(s, given: dict) -> tuple:
     check_unchanged(folder, known, {name: value for name, value in given.items() if name not in free})
     own = {f.name for f in fields(s)}
     values = {name: given[name] for name in given if name in own}
-    return replace(saved, **values | {'out_dir': s.out_dir}), record
+    return replace(saved, **values | {'out_dir': s.out_dir}), record['model_config'] | given, record
 
 
 def check_extension(s, saved, given: dict) -> None:
@@ -98,39 +93,23 @@ def inherit_model_settings(s, given: dict) -> tuple:
     return s, {name: value for name, value in values.items() if name not in ('n_ids', 'eos_id')} | given
 
 
-def continued_config(s, given: dict, data, record: dict):
-    """Return the model Config of the run to resume or extend. UserError if its data differ."""
-    folder = s.out_dir if s.resume else s.extend
-    runs.check_vocabulary(record, data, folder)
-    if record['data']['sha256'] != data.sha256:
-        raise UserError(f'{data.folder} is not the data that the run in {folder} was trained on (checksums '
-                        'differ): restore that data, or start a new run with --init_from')
-    changed = {name: value for name, value in given.items() if name in may_change(record)}
-    return models.saved_config(record | {'model_config': record['model_config'] | changed}, folder)
-
-
-# ---- weights and log ----
+# ---- weights ----
 
 def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
     """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""
     log = Path(s.out_dir) / 'log.jsonl'
-    if s.resume and not checkpoint.checkpoints(s.out_dir) and log.exists() and b'{"saved": ' in log.read_bytes():
+    if checkpoint.checkpoints(s.out_dir) and s.resume:
+        return checkpoint.restore_training(s.out_dir, model, optimizer)
+    if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
         raise UserError(f'{s.out_dir} has no checkpoint, but its log lists one: copy {s.out_dir}/ckpt back, or start '
                         'again with --overwrite instead of --resume')
-    if not runs.extension_starts(s):
-        return checkpoint.restore_training(s.out_dir, model, optimizer)
-    saved = make_settings(type(s), runs.read_run(s.extend)['settings'], f'in {s.extend}/config.json')
-    up_to = runs.last_before_decay(saved)
+    if not s.extend:  # killed before the first checkpoint
+        return 0, 0.0
+    up_to = runs.last_before_decay(replace(s, max_tokens=runs.read_run(s.extend)['settings']['max_tokens']))
     if not checkpoint.checkpoints(s.extend, up_to):
         before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
         raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be extended: train a new run')
     return checkpoint.restore_training(s.extend, model, optimizer, up_to)
-
-
-def copy_log(source, folder, step: int) -> None:
-    """Start the log of an extending run with the lines of the source run up to a step."""
-    lines = [json.dumps(record) + '\n' for record in runs.read_log(source) if record['step'] <= step]
-    write_file(Path(folder) / 'log.jsonl', ''.join(lines).encode())
 
 
 def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -> None:
@@ -149,17 +128,15 @@ def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -
         raise UserError(f'{source} does not fit this model: {error}')
     checkpoint.load_weights(model, converted, source)
     print(f'loaded the weights of {source}, step {state["step"]}')
-    new = sorted(converted.keys() - tensors.keys())
-    if not new:
-        return
-    original, _ = runs.load_run(source, idx.device, code=None if s.resume else s.code)
-    with torch.no_grad():
-        want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
-    model.train()
-    worst = (have - want).abs().max().item()
-    if not worst < 1e-4:
-        raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
-                        'training. Settings unrelated to the new weights (window, documents, n_head) must match '
-                        "the source's and be supported by this model")
-    print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
-          f'{worst:.1e}')
+    if new := sorted(converted.keys() - tensors.keys()):
+        original, _ = runs.load_run(source, idx.device, code=None if s.resume else s.code)
+        with torch.no_grad():
+            want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
+        model.train()
+        worst = (have - want).abs().max().item()
+        if not worst < 1e-4:
+            raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
+                            'training. Settings unrelated to the new weights (window, documents, n_head) must match '
+                            "the source's and be supported by this model")
+        print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
+              f'{worst:.1e}')

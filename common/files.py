@@ -1,4 +1,8 @@
-"""One-sentence error messages, file locks, and reading and writing the files of a run."""
+"""Errors of one sentence, the lock of a folder, and files that are whole or absent.
+
+Nothing here knows a run or a model. A script's `main` runs in `friendly_errors`, which turns a
+UserError into one line. Files are replaced atomically, and writing follows no links.
+"""
 import errno
 import functools
 import hashlib
@@ -10,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +23,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
+
+# ---- errors and messages ----
 
 class UserError(ValueError):
     """Invalid input. The message states what was given, what was expected and what to do."""
@@ -31,41 +37,26 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
     Any other error is a bug and keeps its traceback. argv: the arguments that Python code gave to
     `main`, which then gets every error as an exception; None: the command line.
     """
+    if argv is not None:
+        yield
+        return
     program = Path(sys.argv[0]).name
-    with (open(os.devnull, 'w') as nothing, redirect_stdout(sys.stdout or nothing),  # None: closed by the caller
-          redirect_stderr(sys.stderr or nothing)):
-        if argv is not None:
-            yield
-            return
-        try:
-            yield
-            flush_output()
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except (UserError, OSError) as error:
-            try:  # an error without a path may be of standard output, which then fails again
-                flush_output('' if getattr(error, 'filename', True) else '\n')
-            except OSError as of_output:
-                error = of_output if error.args == of_output.args else error
-            if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `| head`
-                sys.exit(1)
-            disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
-            sys.exit(printable(f'{program}: {error}{": free some space and start again" if disk_is_full else ""}'))
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
-                raise
-            sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or set --checkpoint_blocks '
-                     f'(context_ready: --checkpoint_unrolls); for sampling, shorten the prompts. {first_line(error)}')
-
-
-def flush_output(text: str = '') -> None:
-    """Print and flush. If that fails, discard the output, because Python flushes again at exit."""
     try:
-        with add_path_to_errors('standard output'):
-            print(text, end='', flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+        yield
+        print(end='', flush=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of the output has exited, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
+        sys.exit(1)
+    except (UserError, OSError) as error:
+        disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
+        sys.exit(printable(f'{program}: {error}{": free some space and start again" if disk_is_full else ""}'))
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
+            raise
+        sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or set --checkpoint_blocks '
+                 f'(context_ready: --checkpoint_unrolls); for sampling, shorten the prompts. {first_line(error)}')
 
 
 def printable(text: str) -> str:
@@ -93,16 +84,7 @@ def command(*args) -> str:
     return here + shlex.join(['python', script, *rest])
 
 
-@contextmanager
-def add_path_to_errors(path) -> Iterator[None]:
-    """Add the path to an OSError that names no file, such as a write to a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno and not error.filename:  # library errors may only have a message
-            error.filename = str(path)
-        raise
-
+# ---- the lock of a folder ----
 
 @contextmanager
 def locked(folder, wait: bool = False) -> Iterator[None]:
@@ -129,42 +111,31 @@ def locked(folder, wait: bool = False) -> Iterator[None]:
 # ---- writing ----
 
 def open_in_run(path, mode: str) -> IO:
-    """Open a text file of a run folder for writing, by lines. UserError for a link, wherever to."""
-    try:
-        return open(path, mode, 1, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UserError(f'{path} is a link, which is not followed when writing to a run folder: remove the link')
+    """Open a text file of a run folder for writing, by lines. OSError for a link, wherever to."""
+    return open(path, mode, 1, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def sync(path) -> None:
     """Flush a file, or renames in a folder, to disk, so that they survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        with add_path_to_errors(path):
-            os.fsync(fd)
-    except OSError as error:
-        if not os.path.isdir(path) or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS, FUSE: not supported
+        os.fsync(fd)
+    except OSError:
+        if not os.path.isdir(path):  # CIFS and FUSE cannot flush a folder
             raise
     finally:
         os.close(fd)
 
 
 def write_file(path, content: bytes) -> None:
-    """Write a file atomically: after a crash it is either old or new. An OSError names the file."""
+    """Write a file atomically: after a crash it is either old or new."""
     path = Path(path)
     temporary = path.with_name(f'.{path.name}.writing')
-    try:
-        temporary.unlink(missing_ok=True)  # of a killed process, or a link
-        with open(temporary, 'xb') as file:
-            file.write(content)
-        sync(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise OSError(error.errno, error.strerror, str(path))
+    temporary.unlink(missing_ok=True)  # of a killed process, or a link
+    with open(temporary, 'xb') as file:
+        file.write(content)
+    sync(temporary)
+    os.replace(temporary, path)
     sync(path.parent)
 
 
@@ -232,7 +203,7 @@ def is_number(value) -> bool:
 def sha256(path) -> str:
     """Return a file's SHA-256 in hexadecimal."""
     digest = hashlib.sha256()
-    with add_path_to_errors(path), open(path, 'rb') as file:
+    with open(path, 'rb') as file:
         while block := file.read(2 ** 24):
             digest.update(block)
     return digest.hexdigest()

@@ -115,6 +115,7 @@ class RunForCausalLM(RunModel, GenerationMixin):
         """Return logits (B, T, V) for input_ids (B, T), and the loss if there are labels.
 
         attention_mask, labels: (B, T); labels equal input_ids, with -100 where a token is ignored.
+        In training mode with labels, logits are left out, because the model's own loss needs none.
         output_hidden_states: also return a tuple with the states before the head, (B, T, C). With
         decode=True, which `generate` sets, return only the last tokens' logits (B, 1, V).
         """
@@ -122,13 +123,15 @@ class RunForCausalLM(RunModel, GenerationMixin):
         tokens, shift, back = aligned(input_ids, attention_mask)
         if decode:
             return CausalLMOutput(logits=self._next_logits(input_ids, tokens, shift[:, 0])[:, None])
-        logits, loss, states = take(self.model.logits(tokens)[..., :self.config.vocab_size], back), None, None
-        if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
-            states = take(self.hidden(tokens), back),
+        loss = logits = states = None
         if labels is not None:
             targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
             targets = targets.gather(1, shift.clamp(max=labels.shape[1] - 1)).masked_fill(shift >= labels.shape[1], -1)
             loss = self.model(tokens, targets.masked_fill(targets < 0, -1))['loss']
+        if labels is None or not self.training:
+            logits = take(self.model.logits(tokens)[..., :self.config.vocab_size], back)
+        if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
+            states = take(self.hidden(tokens), back),
         return CausalLMOutput(loss=loss, logits=logits, hidden_states=states)
 
     # ---- generate ----

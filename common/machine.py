@@ -25,7 +25,7 @@ from common.files import UserError, first_line
 Device = Literal['auto', 'cuda', 'cpu', 'mps']  # types of the scripts' settings
 DType = Literal['auto', 'bfloat16', 'float32']
 
-CGROUP = Path('/sys/fs/cgroup')  # where Linux shows a container's CPU quota
+QUOTA = Path('/sys/fs/cgroup/cpu.max')  # where Linux shows a container's CPU quota
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Machine:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def peak_memory(self) -> int:
+    def peak_bytes(self) -> int:
         """Return the peak memory of this process in bytes, on the GPU or else on the host."""
         if self.device.type == 'cuda':
             return torch.cuda.max_memory_allocated(self.device)
@@ -127,7 +127,7 @@ def start_processes(s) -> Machine:
     if device.type != 'cuda':
         set_threads(s.threads, local_world)
         torch.set_flush_denormal(True)  # arithmetic on denormals is far slower
-        keep_freed_memory()
+        keep_freed_pages()
     init_distributed('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
     return Machine(rank, world, device, launcher=os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None)
 
@@ -167,10 +167,9 @@ def init_distributed(backend: str) -> None:
 def usable_cores() -> int:
     """Return the number of CPU cores of this process, by its affinity and container quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    for files in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):  # of cgroups v2 and v1
-        with suppress(OSError, ValueError):  # no such file; 'max': no quota
-            quota, period = map(int, ' '.join((CGROUP / name).read_text() for name in files).split())
-            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    with suppress(OSError, ValueError):  # no such file; 'max': no quota
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 
@@ -194,7 +193,7 @@ def set_threads(n_threads: int | None, local_world: int) -> None:
         torch.set_num_threads(n_threads)
 
 
-def keep_freed_memory() -> None:
+def keep_freed_pages() -> None:
     """Make glibc reuse freed memory instead of returning it to the kernel: fewer page faults."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')
@@ -239,10 +238,8 @@ def catch_signals() -> Iterator[list]:
     def on_signal(number, _):
         stop.append(number)
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield stop
     finally:

@@ -1,6 +1,8 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-FSDP-only code is in common/sharding.py.
+Values of all processes, then the model on several processes, then its tensors: whole, or this
+process's shard. Without other processes, each function does what one process needs.
+docs/scale.md explains which weights FSDP gathers when.
 """
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +58,29 @@ def rank_0_first() -> Iterator[None]:
 
 # ---- the model ----
 
+def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that FSDP gathers one at a time: the blocks.
+
+    A model that reads a block's weights without calling it must set `shard_blocks = False`.
+    """
+    return list(dict.fromkeys(getattr(model, 'blocks', ()))) if getattr(model, 'shard_blocks', True) else []
+
+
+def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
+    """Shard the weights in place with FSDP. They must be equal on all processes before.
+
+    n_shards consecutive ranks hold one copy of the weights (None: all ranks).
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # its import takes a second
+    from torch.distributed.fsdp import fully_shard
+    n_shards = n_shards or world()
+    mesh = init_device_mesh(device.type, (world() // n_shards, n_shards), mesh_dim_names=('copies', 'parts'))
+    if n_shards == world():
+        mesh = mesh['parts']
+    for module in (*gathered_modules(model), model):
+        fully_shard(module, mesh=mesh)
+
+
 def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
@@ -92,6 +117,8 @@ def gather_weights(model: torch.nn.Module) -> Iterator[None]:
             module.set_reshard_after_forward(module is not model, recurse=False)
 
 
+# ---- tensors of a sharded model ----
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a sharded one; other tensors unchanged."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
@@ -100,3 +127,24 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a sharded tensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+
+
+def gather_tensors(tensors: dict) -> dict:
+    """Return {name: whole tensor} in CPU memory on rank 0, {} on the others. Collective.
+
+    Gathers one tensor at a time.
+    """
+    whole = {}
+    for name, tensor in tensors.items():
+        full = full_tensor(tensor.detach())
+        if rank() == 0:
+            whole[name] = full.cpu().contiguous()
+    return whole
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a whole tensor, if `other`, of its shape, is sharded."""
+    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

@@ -1,4 +1,8 @@
-"""Settings of a training run: reading them, describing their cost, and checking them."""
+"""Settings of a training run: reading them, checking them, and describing what they cost.
+
+train.py calls `read_settings`; with the data, `model_config` and `check_settings`; with the model,
+`describe`. A run that takes over another's settings gets them from common/continuing.py.
+"""
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,13 +16,16 @@ from data.tokenizers import load_tokenizer, padded_vocab
 def read_settings(Settings: type, argv: list[str]) -> tuple:
     """Return (settings, {name: value} for the model's Config, config.json of the run to continue).
 
-    The values come from the user or from --init_from. Settings: train.py's dataclass.
+    What the user does not give comes from the run that is continued or given as --init_from. That
+    run also says which model it is, if the user names no model and no config file. Settings:
+    train.py's dataclass.
     """
-    if any(arg.startswith(('--resume', '--extend', '--init_from')) for arg in argv):
-        from common.continuing import add_model_option
-        argv = add_model_option(argv)
-    options = options_of(argv)
-    code = options.get('out_dir' if 'resume' in options else 'extend') if options.get('code') == 'run' else None
+    options = {name: text for name, text in options_of(argv).items() if text not in ('None', 'False', 'false')}
+    continued = options.get('out_dir' if 'resume' in options else 'extend')
+    source, has_file = continued or options.get('init_from'), not all(arg.startswith('-') for arg in argv)
+    if isinstance(source, str) and 'model' not in options and not has_file:
+        argv = [*argv, f'--model={runs.read_run(source)["model"]}']
+    code = continued if options.get('code') == 'run' else None
     s, positional, given = load_settings(Settings, argv, lambda model: config_class(model, code))
     s.model = models.given_model(s.model)
     given |= {'model': s.model} if 'model' in given else {}
@@ -27,7 +34,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     record = None
     if s.extend or s.resume:
         from common.continuing import continued_settings
-        s, record = continued_settings(s, given)
+        s, given, record = continued_settings(s, given)
     elif s.init_from:  # perhaps from a config file
         from common.continuing import inherit_model_settings
         s, given = inherit_model_settings(s, given)
@@ -46,12 +53,16 @@ def code_folder(s) -> str | None:
 
 
 def model_config(s, given, data, record):
-    """Return the model's Config: the saved one, or the user's values and the data's vocabulary."""
-    if record:
-        from common.continuing import continued_config
-        return continued_config(s, given, data, record)
-    if s.init_from:
-        runs.check_vocabulary(runs.read_run(s.init_from), data, s.init_from)
+    """Return the model's Config: `given`, and the data's vocabulary. UserError if they do not fit.
+
+    given, record: see `read_settings`.
+    """
+    source = s.out_dir if s.resume else s.extend or s.init_from
+    if source:
+        runs.check_vocabulary(record or runs.read_run(source), data, source)
+    if record and record['data']['sha256'] != data.sha256:
+        raise UserError(f'{data.folder} is not the data that the run in {source} was trained on (checksums '
+                        'differ): restore that data, or start a new run with --init_from')
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
                         'out n_ids')

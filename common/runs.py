@@ -1,4 +1,10 @@
-"""Run folders (files: docs/runs.md)."""
+"""A run folder: config.json, the copies of its model's code, its log and its checkpoints.
+
+Scripts open a run with `load_run`, or with `read_run` if they do not need the model. train.py holds
+`locked_run` while it writes one: `Records` creates or continues the folder, and then adds lines to
+the log and checkpoints (common/checkpoint.py). A folder is a run if it has a config.json, which is
+the last file to be written and the first to be removed. docs/runs.md lists the files.
+"""
 import dataclasses
 import io
 import json
@@ -13,16 +19,17 @@ from typing import IO
 
 import torch
 
-from common.checkpoint import checkpoints, load_checkpoint, load_weights
+from common.checkpoint import checkpoints, load_checkpoint, load_weights, save_training
 from common.files import (ROOT, UserError, command, is_number, locked, open_lines, read_json, read_lines,
                           remove, warn_once, write_file, write_json)
-from common.models import STORED, code_of, given_model, meta_model, model_file, portable_config
+from common.models import (STORED, code_of, given_model, meta_model, model_file, portable_config,
+                           report_edits)
 from common.settings import typed
 from data import Data, open_data
 from data.tasks import Generated
 from data.tokenizers import TOKENIZER_FILES, copy_tokenizer, tokenizer_digest
 
-REQUIRED_KEYS = {  # required keys of config.json, besides the settings of training and of the model
+REQUIRED_KEYS = {  # keys of config.json and their types, besides the other settings of training and of the model
     'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,
     'versions': dict, 'data': dict, 'data.tokenizer': str, 'data.n_ids': int, 'data.eos_id': int, 'data.bos': bool,
     'data.sha256': str}
@@ -34,14 +41,15 @@ RUN_FILES = ('config.json', 'log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, 
              'eval.jsonl', 'speculative.csv')  # last: written by eval.py and analysis.speculative
 
 
-# ---- a trained run ----
+# ---- reading a run ----
 
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str | None = None,
              model: str | None = None) -> tuple:
     """Load a trained run from its newest undamaged checkpoint.
 
     Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32. code:
-    see `read_run`. model: the path of the model's file that the user gave; UserError if another's.
+    see `read_run`. model: path of the model's file, if the user gave one; UserError if the run has
+    another model.
     """
     given, record = given_model(model or ''), read_run(folder, code)
     if model and given != record['model']:
@@ -144,12 +152,7 @@ def last_before_decay(s) -> int | None:
     return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
 
 
-def extension_starts(s) -> bool:
-    """Return True if the run starts from a checkpoint of s.extend because it has none itself."""
-    return bool(s.extend) and not (s.resume and checkpoints(s.out_dir))
-
-
-# ---- writing a run folder ----
+# ---- creating, replacing and removing a run ----
 
 def check_out_dir(folder, overwrite: bool) -> None:
     """Raise UserError if a new run must not be written to this folder."""
@@ -195,7 +198,7 @@ def remove_run(folder: Path) -> None:
     for path in (*(folder / name for name in RUN_FILES), *code, *checkpoints(folder), *folder.glob('ckpt/.writing_*')):
         remove(path)
     for name in (STORED, 'ckpt'):
-        if (folder / name).is_dir() and not os.listdir(folder / name):
+        with suppress(OSError):  # not empty, or there is none
             (folder / name).rmdir()
 
 
@@ -208,15 +211,21 @@ def save_run(folder, record: dict) -> None:
     write_json(Path(folder) / 'config.json', {**record, 'data': data})
 
 
-def start_run(s, config, data, machine) -> None:
-    """Create the run folder s.out_dir, replacing an old run. config: the model's Config."""
+def start_run(s, config, data, machine, step: int) -> None:
+    """Create the run folder s.out_dir, replacing an old run. config: the model's Config.
+
+    With s.extend, its log starts with the lines of that run up to `step`.
+    """
     folder = Path(s.out_dir)
     remove_run(folder)  # there is one only with --overwrite: see `check_out_dir`
-    this_start = dict(resume=False, overwrite=False, dry_run=False, memory=None, code=None)
+    this_start = dict(resume=False, overwrite=False, dry_run=False, gpu_gib=None, code=None)
     source = s.init_from or s.extend
     parent = read_run(source)['data'] if source else {}
     if source and (Path(source) / CHAT_TEMPLATE).is_file():
         write_file(folder / CHAT_TEMPLATE, (Path(source) / CHAT_TEMPLATE).read_bytes())
+    if s.extend:
+        lines = [json.dumps(record) + '\n' for record in read_log(s.extend) if record['step'] <= step]
+        write_file(folder / 'log.jsonl', ''.join(lines).encode())
     save_run(folder, {
         'model': s.model,
         'code': s.extend if s.code else None,
@@ -227,6 +236,55 @@ def start_run(s, config, data, machine) -> None:
                  **{key: parent[key] for key in ('ends', 'n_rows') if key in parent}},
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device),
                      'processes': machine.world}})
+
+
+# ---- what a run adds while it trains ----
+
+class Records:
+    """What train.py adds to a run: lines of log.jsonl (and wandb), by rank 0, and checkpoints."""
+
+    def __init__(self, s, config, data, machine, step: int):
+        """Create the run folder, or open it with s.resume. Training continues after `step`."""
+        self.s, self.log, self.wandb = s, None, None
+        if machine.rank > 0:
+            return
+        id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
+        if s.wandb_project:  # before the run folder is written, because it may fail
+            self.wandb = start_wandb(s, config, id_file.read_text() if s.resume and id_file.exists() else None)
+        if not s.resume:
+            start_run(s, config, data, machine, step)
+        edited = report_edits({'model': s.model, 'code': s.code}, s.out_dir) if s.resume else None
+        self.log = open_log(s.out_dir, step, edited)
+        if self.wandb:
+            write_file(id_file, self.wandb.id.encode())
+
+    def write(self, line: dict) -> None:
+        """Append a line to the log, without non-finite values, which JSON cannot represent."""
+        line = {name: value for name, value in line.items() if math.isfinite(value)}
+        if self.log:
+            self.log.write(json.dumps(line) + '\n')
+        if self.wandb:
+            self.wandb.log(line, step=line['step'])
+
+    def save(self, model, optimizer, step: int, seconds: float) -> None:
+        """Save a checkpoint. Call it on all processes."""
+        if self.log:
+            os.fsync(self.log.fileno())  # so that the log is never behind the checkpoint
+        save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
+                      last_before_decay(self.s))
+        if self.log:
+            self.log.write(json.dumps({'saved': step}) + '\n')
+
+
+def start_wandb(s, config, known: str | None):
+    """Start or continue a run of Weights & Biases. known: its id, None for a new one."""
+    try:
+        import wandb
+        return wandb.init(project=s.wandb_project, name=s.out_dir, id=known, resume='allow',
+                          config=dataclasses.asdict(s) | dataclasses.asdict(config), allow_val_change=True)
+    except Exception as error:  # not installed, no key, no network
+        raise UserError(f'wandb could not start ({type(error).__name__}: {error}): pip install wandb, run '
+                        '`wandb login`, or leave out wandb_project')
 
 
 def open_log(folder, step: int, edited: list[str] | None = None) -> IO:

@@ -27,6 +27,8 @@ class Text(str):
     """A command-line value that is not yet converted to the type of its setting."""
 
 
+# ---- the command line and the config file ----
+
 def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | None = None) -> tuple:
     """Parse a command line: (settings, positional arguments, {name: value} that the user gave).
 
@@ -42,16 +44,7 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
     given = {name: text if text is True else Text(text) for name, text in options_of(argv).items() if name != 'help'}
     where = dict.fromkeys(given, 'on the command line')
     if config_of and positional:
-        if len(positional) > 1:
-            spaced = [f': write {name}={text}' for name, text in zip(argv, argv[1:])
-                      if re.fullmatch(r'--\w+', name) and text in positional]
-            raise UserError('expected one config file and overrides as --key=value, got '
-                            + ' '.join(positional) + ''.join(spaced[:1]))
-        from_file = read_config_file(positional[0])
-        if 'model' in given and 'model' in from_file:  # drop settings that only the file's model has
-            old, new = (typing.get_type_hints(config_of(values['model'])) for values in (from_file, given))
-            for name in old.keys() - new.keys() - typing.get_type_hints(Settings).keys():
-                from_file.pop(name, None)
+        from_file = settings_of_file(positional, argv, given, Settings, config_of)
         given, where = from_file | given, dict.fromkeys(from_file, f'in {positional[0]}') | where
     own = {f.name: f for f in dataclasses.fields(Settings)}
     classes = [Settings, config_of(given.get('model', own['model'].default))] if config_of else [Settings]
@@ -66,6 +59,24 @@ def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | 
             raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
         given[name] = typed(name, given[name], types_of[name], where[name])
     return Settings(**{name: value for name, value in given.items() if name in own}), positional, given
+
+
+def settings_of_file(positional: list[str], argv: list[str], given: dict, Settings: type, config_of: Callable) -> dict:
+    """Return the settings in the config file, the one positional argument. UserError for several.
+
+    If the command line names another model, those that only the file's model has are left out.
+    """
+    if len(positional) > 1:
+        spaced = [f': write {name}={text}' for name, text in zip(argv, argv[1:])
+                  if re.fullmatch(r'--\w+', name) and text in positional]
+        raise UserError('expected one config file and overrides as --key=value, got '
+                        + ' '.join(positional) + ''.join(spaced[:1]))
+    found = read_config_file(positional[0])
+    if 'model' in given and 'model' in found:
+        old, new = (typing.get_type_hints(config_of(values['model'])) for values in (found, given))
+        for name in old.keys() - new.keys() - typing.get_type_hints(Settings).keys():
+            found.pop(name, None)
+    return found
 
 
 def options_of(argv: list[str]) -> dict[str, str | bool]:
@@ -90,6 +101,8 @@ def read_config_file(path: str) -> dict:
     return {name: value for name, value in names.items()
             if not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
 
+
+# ---- the type of a setting ----
 
 def kinds(annotation) -> tuple[list[type], list, object]:
     """Return what a setting allows: (types, values of its Literals, its tuple's elements or None).
@@ -159,6 +172,8 @@ def parsed(text: str, allowed: list, choices: list, element):
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # last two: nested too deeply
         return text
 
+
+# ---- dataclasses of settings ----
 
 def make_settings(Settings: type, values: dict, where: str):
     """Return a dataclass of settings, or a model's Config, with these values and defaults.

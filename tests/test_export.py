@@ -128,6 +128,16 @@ def test_trainer_accumulates_gradients(tmp_path, name):
     assert max((p - q).abs().max() for p, q in zip(a.parameters(), b.parameters())) < 1e-6
 
 
+def test_a_training_step_runs_the_model_once(tmp_path):
+    """In training mode with labels there are no logits. Evaluation has both."""
+    model, idx, calls = exported(tmp_path, 'sps'), torch.randint(0, 256, (2, 20)), []
+    model.model.blocks[0].register_forward_hook(lambda *args: calls.append(1))
+    for is_training, n_calls in ((True, 1), (False, 2)):
+        found = model.train(is_training)(idx, labels=idx)
+        assert len(calls) == n_calls and (found.logits is None) == is_training and found.loss.requires_grad
+        calls.clear()
+
+
 def test_gradient_checkpointing_where_the_model_has_it(tmp_path):
     model, idx = exported(tmp_path, 'sps').train(), torch.randint(0, 256, (2, 20))
     saved = saved_bytes(lambda: model.model.final_hidden(idx))

@@ -44,7 +44,8 @@ def test_an_extended_run_equals_a_long_run_bitwise(short, tiny_data, tmp_path):
     assert record['extend'] == str(source) and record['max_tokens'] == 40 * STEP_TOKENS
     resume = ['train.py', f'--out_dir={tmp_path / "longer"}', '--resume']
     shutil.rmtree(tmp_path / 'longer/ckpt')
-    (tmp_path / 'longer/log.jsonl').unlink()  # killed before its first checkpoint: starts from the source again
+    log = tmp_path / 'longer/log.jsonl'  # killed before its first checkpoint: starts from the source again
+    log.write_text(log.read_text().partition('{"saved"')[0])
     assert 'from step 18' in succeeded(run(*resume)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
     shutil.rmtree(source)

@@ -1,13 +1,16 @@
-"""Any optimizer: steps with non-finite gradients change nothing, and training resumes bitwise."""
+"""Any optimizer: a non-finite gradient changes nothing, training resumes bitwise; Muon's shares."""
 import copy
 
 import pytest
 import torch
 from conftest import assert_equal_states
 
+import model_gdn
+import model_nextlat
 import train
 from common import checkpoint
 from common.files import UserError
+from common.muon import hidden_matrices
 
 
 class WithHistory(torch.optim.Optimizer):
@@ -72,7 +75,7 @@ def test_scalars_of_a_state_stay_on_their_device():
     tensors, one = {}, torch.ones((), device='cpu')
     packed = checkpoint.pack([one, one.to('meta')], 'x', 'w', tensors)
     for scalars_too in (False, True):
-        got = checkpoint.unpack(packed, tensors, torch.device('meta'), scalars_too)
+        got = checkpoint.unpack(packed, tensors, torch.ones(2, device='meta'), scalars_too)
         assert [x.device.type for x in got] == ['meta' if scalars_too else 'cpu', 'meta']
 
 
@@ -81,3 +84,40 @@ def test_a_state_that_json_cannot_hold_is_a_sentence(tmp_path):
     optimizer.state[model[0].weight]['seen'] = {1, 2}
     with pytest.raises(UserError, match='seen = {1, 2} for 0.weight: a checkpoint holds only'):
         checkpoint.save_training(tmp_path, model, optimizer, 0, 0.0, keep=2)
+
+
+# ---- Muon ----
+
+def with_gradients(model):
+    idx = torch.arange(40).view(2, 20)
+    model.zero_grad()
+    model(idx[:, :-1], idx[:, 1:])['loss'].backward()
+    return model
+
+
+def test_muon_updates_hidden_matrices_and_adamw_the_rest():
+    torch.manual_seed(0)
+    model = model_nextlat.Model(model_nextlat.Config(n_layer=2, n_head=2, n_embd=16, n_dynamics=24, vocab_size=64,
+                                                     n_ids=60, eos_id=59))
+    other, s = copy.deepcopy(model), train.Settings(optimizer='muon', learning_rate=0.01)
+    optimizer = train.make_optimizer(model, s)
+    named = dict(model.named_parameters())
+    of_muon = {name for name, p in named.items() if p in hidden_matrices(model)}
+    assert of_muon == {name for name in named if name.endswith('.weight') and 'norm' not in name} - {
+        'embed.weight', 'head.weight'}
+    assert sum(len(group['params']) for group in optimizer.param_groups) == len(named)
+    with_gradients(model)
+    optimizer.step()
+    theirs = dict(with_gradients(other).named_parameters())
+    torch.optim.Muon([p for name, p in theirs.items() if name in of_muon], lr=0.01, weight_decay=0.1,
+                     adjust_lr_fn='match_rms_adamw').step()
+    for decay, dims in ((0.1, (2, 3)), (0.0, (1,))):
+        torch.optim.AdamW([p for name, p in theirs.items() if name not in of_muon and p.dim() in dims], lr=0.01,
+                          betas=(0.9, 0.95), weight_decay=decay, fused=True).step()
+    assert all(torch.equal(p, theirs[name]) for name, p in named.items())
+
+
+def test_muon_leaves_short_convolutions_to_adamw():
+    model = model_gdn.Model(model_gdn.Config(n_layer=1, n_head=1, n_embd=64, vocab_size=64, n_ids=60, eos_id=59))
+    others = {name for name, p in model.named_parameters() if p.dim() == 2 and p not in hidden_matrices(model)}
+    assert others == {'embed.weight', 'head.weight', 'blocks.0.conv'}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_sentence, contents, losses, run, start_training, succeeded, train_tiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import eval as evaluation
 import train
@@ -61,58 +61,43 @@ def processes_with(argument):
 
 # ---- the disk ----
 
-@pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, number):
-    def flock(*args):
-        raise OSError(number, os.strerror(number))
-    monkeypatch.setattr(fcntl, 'flock', flock)
+def refuse(*args, **kwargs):
+    raise PermissionError(errno.EPERM, 'Operation not permitted')
+
+
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, 'flock', refuse)
     with pytest.raises(UserError, match=f'{tmp_path}/run cannot be locked .*--out_dir'), locked(tmp_path / 'run'):
         pass
 
 
-@pytest.mark.parametrize('number, kind, is_error', [
-    (errno.EINVAL, 'folder', False), (errno.ENOTSUP, 'folder', False), (errno.EIO, 'folder', True),
-    (errno.EINVAL, 'file', True)])
-def test_a_folder_that_cannot_be_fsynced_is_no_error(tmp_path, monkeypatch, number, kind, is_error):
-    """CIFS and FUSE do not support it. Any other error names its path."""
-    def fsync(fd):
-        raise OSError(number, os.strerror(number))
-    path = tmp_path if kind == 'folder' else tmp_path / 'file'
+def test_only_a_folder_need_not_be_flushed_to_disk(tmp_path, monkeypatch):
+    """CIFS and FUSE cannot flush a folder."""
     (tmp_path / 'file').write_text('')
-    monkeypatch.setattr(os, 'fsync', fsync)
-    with pytest.raises(OSError, match=re.escape(str(path))) if is_error else contextlib.nullcontext():
-        sync(path)
+    monkeypatch.setattr(os, 'fsync', refuse)
+    sync(tmp_path)
+    with pytest.raises(PermissionError):
+        sync(tmp_path / 'file')
 
 
-@pytest.mark.parametrize('error, said', [(OSError(errno.ENOSPC, 'No space left'), 'No space left$'),
-                                         (OSError(errno.EIO, 'broken', 'file'), "broken: 'file'")])
-def test_disk_errors_name_their_own_path_or_none(tmp_path, error, said):
-    with pytest.raises(OSError, match=said), runs.locked_run(tmp_path / 'run', True, False):
-        raise error
-    assert not (tmp_path / 'run').exists()
-
-
-def test_modes_and_removals_that_the_file_system_refuses_do_not_stop_a_save(run_folder, monkeypatch, capsys):
-    def refuse(path, *args, **kwargs):
-        raise PermissionError(errno.EPERM, 'Operation not permitted', str(path))
-    (run_folder / 'ckpt/.writing_00000001').mkdir()
-    target = (run_folder / 'ckpt/step_00000001').rename(run_folder / 'elsewhere')
-    (run_folder / 'ckpt/step_00000001').symlink_to(target)
+def test_modes_and_removals_that_the_file_system_refuses_do_not_stop_a_save(run_folder, monkeypatch):
+    """An old checkpoint that cannot be removed is left to the next save."""
+    def keep(path, ignore_errors):
+        assert ignore_errors
     with monkeypatch.context() as patch:
         patch.setattr(os, 'chmod', refuse)
-        patch.setattr(shutil, 'rmtree', refuse)
+        patch.setattr(shutil, 'rmtree', keep)
         checkpoint.save_checkpoint(run_folder, 3, {'w': torch.full((3,), 3.0)}, {'step': 3})
         checkpoint.remove_older(run_folder, 3, keep=1, always=None)
-    assert load(run_folder) == (3, 3.0) and 'step_00000002 could not be removed' in capsys.readouterr().err
+    assert load(run_folder) == (3, 3.0) and len(checkpoint.checkpoints(run_folder)) == 3
     checkpoint.save_checkpoint(run_folder, 4, {'w': torch.full((3,), 4.0)}, {'step': 4})
     checkpoint.remove_older(run_folder, 4, keep=1, always=None)
     assert [path.name for path in (run_folder / 'ckpt').iterdir()] == ['step_00000004']
-    assert (target / 'model.safetensors').exists()
 
 
 def test_a_save_does_not_create_a_run_folder_that_was_moved(run_folder, tmp_path_factory):
     moved = run_folder.rename(tmp_path_factory.mktemp('other') / 'run')
-    with pytest.raises(UserError, match='was moved or removed during training'):
+    with pytest.raises(UserError, match='No such file or directory.* find the folder if it was moved'):
         checkpoint.save_checkpoint(run_folder, 3, {'w': torch.ones(3)}, {'step': 3})
     assert not run_folder.exists() and load(moved) == (2, 2.0)
 
@@ -277,19 +262,12 @@ def test_steps_with_non_finite_gradients_are_skipped_and_counted(tiny_data, tmp_
         assert all(t.isfinite().all() for t in load_file(path).values()), path
 
 
-def test_non_finite_numbers_are_neither_saved_nor_loaded(run_folder):
+def test_non_finite_numbers_are_not_saved(run_folder):
     bad = {'w': torch.ones(3), 'exp_avg_sq/w': torch.tensor([1, float('inf')])}
     with pytest.raises(UserError, match='exp_avg_sq/w contains NaN or infinity after step 3.*step_00000002'):
         checkpoint.save_checkpoint(run_folder, 3, bad, {'step': 3})
+    assert load(run_folder) == (2, 2.0)
     assert '--init_from' in checkpoint.recovery_advice(run_folder) and '--' not in checkpoint.recovery_advice('none')
-    for step in (2, 1):  # with correct checksums, so the NaN check has to find it
-        assert load(run_folder) == (step, step)
-        newest = checkpoint.checkpoints(run_folder)[2 - step]
-        save_file({'w': torch.tensor([1, float('nan')])}, newest / 'model.safetensors')
-        names = ('model.safetensors', 'state.json')
-        (newest / 'SHA256SUMS').write_text(''.join(f'{sha256(newest / name)}  {name}\n' for name in names))
-    with pytest.raises(UserError, match='has no undamaged checkpoint'):
-        load(run_folder)
 
 
 def test_any_nan_or_inf_is_found_but_an_overflowing_sum_is_allowed():

@@ -1,7 +1,6 @@
 """Generation: sampling distributions, ends of texts, prompts, and streamed output."""
 import contextlib
 import functools
-import os
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from test_speculative import PROMPTS, make
 
 import sample
-from common import interface, machine
+from common import interface
 from common.decoding import generate, token_probs
 from common.files import UserError
 from common.speculative import speculative_generate
@@ -82,21 +81,6 @@ def test_empty_prompts_and_non_finite_logits_give_a_clear_error(device, drafting
         model.norm.weight.mul_(float('nan'))
     with pytest.raises(UserError, match='the logits of a prompt are not finite'):
         decode(model, PROMPTS, 3)
-
-
-@pytest.mark.parametrize('threads, local_world, omp, expected', [
-    (None, 1, None, None), (None, 1, '3', None), (5, 1, '3', 5), (None, 2, None, 4), (None, 2, '1', 4),
-    (None, 2, '3', None), (5, 2, '1', 5), (None, 99, None, 1)])
-def test_processes_share_the_cores_unless_threads_are_set(monkeypatch, threads, local_world, omp, expected):
-    """An expected value of None means PyTorch's default, which reads OMP_NUM_THREADS."""
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-    if omp is not None:
-        monkeypatch.setenv('OMP_NUM_THREADS', omp)
-    chosen = []
-    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
-    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(8), raising=False)
-    machine.set_threads(threads, local_world)
-    assert chosen == ([] if expected is None else [expected])
 
 
 # ---- prompts and texts ----

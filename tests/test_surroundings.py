@@ -2,32 +2,40 @@
 import io
 import os
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import assert_sentence, config_json, contents, run, succeeded, train_tiny
 
 import train
 from common import checkpoint, machine, models, run_settings, runs
-from common.files import UserError, friendly_errors
+from common.files import UserError
 from common.settings import load_settings
 from common.start import quiet_start
 
-# ---- notebooks, threads, closed streams ----
+# ---- notebooks, threads, streams ----
 
-@pytest.mark.parametrize('stream', [None, io.StringIO()])  # closed; as Jupyter's, without `reconfigure`
-def test_scripts_start_without_ordinary_streams(monkeypatch, stream):
-    monkeypatch.setattr(sys, 'stdout', stream)
-    monkeypatch.setattr(sys, 'stderr', stream)
+def test_scripts_start_in_a_notebook(monkeypatch):
+    """Jupyter's streams have no `reconfigure`, and its backend may be missing in `!python`."""
+    monkeypatch.setattr(sys, 'stdout', io.StringIO())
+    monkeypatch.setattr(sys, 'stderr', io.StringIO())
     monkeypatch.setenv('MPLBACKEND', 'module://matplotlib_inline.backend_inline')
     quiet_start()
     assert os.environ['MPLBACKEND'] == 'agg'
-    for argv in (None, []):
-        with friendly_errors(argv):
-            machine.make_progress()('step 1')
-            machine.say('step 2')
+    machine.make_progress()('step 1')
+    machine.say('step 2')
+    assert sys.stdout.getvalue() == 'step 1\nstep 2\n'
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_output_may_exit():
+    script = f'{sys.executable} -u train.py --help | head -1'
+    found = subprocess.run(['bash', '-c', script], capture_output=True, text=True)
+    assert found.stdout == 'Train a language model.\n' and found.stderr == ''
 
 
 def test_a_script_called_from_python_raises_its_errors(tmp_path):
@@ -43,32 +51,27 @@ def test_training_in_a_thread_leaves_signals_alone():
         assert pool.submit(catch).result() == []
 
 
-@pytest.mark.parametrize('is_flushed', [False, True])
-def test_a_full_standard_output_is_named(is_flushed):
-    with open('/dev/full', 'w') as full, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, 'stdout', full)
-        with pytest.raises(SystemExit, match="No space left on device: 'standard output'"), friendly_errors(None):
-            print('a line', flush=is_flushed)
-
-
-def test_progress_is_one_line_of_a_narrow_terminal(monkeypatch):
-    monkeypatch.setenv('COLUMNS', '40')
-    monkeypatch.setattr(sys, 'stdout', io.StringIO())
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
-    progress = machine.make_progress()
-    for line in ('step 1 of 7 ' * 20, 'step 2'):
-        progress(line)
-    machine.say('done ' * 20)
-    erased = sys.stdout.getvalue().split('\r\x1b[K')
-    assert erased == ['', ('step 1 of 7 ' * 20)[:39], 'step 2', 'done ' * 20 + '\n']
-
-
 # ---- environment ----
 
-@pytest.mark.parametrize('text, threads', [('4,2', 4), ('2', 2), ('0', None), ('abc', None), ('', None)])
-def test_the_first_number_of_omp_num_threads_counts(monkeypatch, text, threads):
-    monkeypatch.setenv('OMP_NUM_THREADS', text)
-    assert machine.omp_threads() == threads
+@pytest.mark.parametrize('threads, local_world, omp, quota, expected', [
+    (None, 1, None, None, None), (None, 1, '3', None, None), (5, 1, '3', None, 5), (None, 1, 'abc', '250 100', 3),
+    (None, 1, None, 'max 100', None), (None, 2, None, '50 100', 1), (None, 2, None, None, 4), (None, 2, '1', None, 4),
+    (None, 2, '4,2', None, None), (5, 2, '1', None, 5), (None, 99, None, None, 1)])
+def test_threads_follow_the_setting_or_omp_or_cores_and_quota(monkeypatch, tmp_path, threads, local_world, omp, quota,
+                                                              expected):
+    """An expected value of None means PyTorch's default, which reads OMP_NUM_THREADS."""
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    if omp is not None:
+        monkeypatch.setenv('OMP_NUM_THREADS', omp)
+    if quota is not None:
+        (tmp_path / 'cpu.max').write_text(quota)
+    monkeypatch.setattr(machine, 'QUOTA', tmp_path / 'cpu.max')
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(8), raising=False)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 8)
+    chosen = []
+    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
+    machine.set_threads(threads, local_world)
+    assert chosen == ([] if expected is None else [expected])
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch):

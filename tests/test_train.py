@@ -18,8 +18,8 @@ from conftest import (STEP_TOKENS, TINY, assert_sentence, config_json, losses, r
 import attn_kernels
 import train
 from common import checkpoint, dry_run, machine, models, run_settings, runs
+from common.dry_run import LiveBytes, activation_bytes
 from common.files import UserError
-from common.memory import LiveBytes, activation_bytes
 from common.validation import counted, validation_loss
 from data import open_data
 
@@ -333,27 +333,16 @@ def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values, rows, 
     assert estimate == pytest.approx(live.peak, rel=0.1)
 
 
-def test_live_bytes_count_each_storage_while_it_is_alive():
-    with LiveBytes() as live:
-        x = torch.zeros(1000)
-        view, (values, order) = x.view(10, 100), x.sort()  # 4,000 bytes, none, 4,000 and 8,000
-        assert live.live == live.peak == 16_000
-        del x, values
-        assert live.live == 12_000 and live.peak == 16_000  # the view keeps the storage of x
-        del view, order
-    assert live.live == 0
-
-
 @pytest.mark.slow
 def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = [*TINY, '--out_dir=out', '--max_tokens=1e6', '--dry_run']
-    result = succeeded(run('train.py', *args, '--memory=4'))
+    result = succeeded(run('train.py', *args, '--gpu_gib=4'))
     assert 'assuming a vocabulary of 50,257 ids' in result.stdout and 'a step fits 4 GiB' in result.stdout
     assert 'prepare_fineweb.py --out_dir=data/built/fineweb_edu --max_tokens=1.05e06' in result.stdout
     assert 'searching for the largest' in result.stdout
     assert 'largest micro_batch_size that fits is 4' in result.stdout  # the batch_size
-    small = run('train.py', *args, '--memory=0.0001', '--assumed_ids=300').stdout
+    small = run('train.py', *args, '--gpu_gib=0.0001', '--assumed_ids=300').stdout
     assert 'a step does not fit 0.0001 GiB; no micro_batch_size fits' in small and 'vocabulary of 300 ids' in small
     assert list(tmp_path.iterdir()) == []
 
@@ -362,7 +351,7 @@ def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(t
 @pytest.mark.parametrize('scale', ['xs', 's', 'm', 'l', 'xl'])
 @pytest.mark.parametrize('method', ['standard', 'sps', 'sps/two_x_memory', 'sps/delayed_state', 'sps/reverse_sps'])
 def test_every_sps_config_is_estimated_to_fit_80_gib(method, scale):
-    result = run('train.py', f'config/{method}_{scale}.py', '--dry_run', '--memory=80')
+    result = run('train.py', f'config/{method}_{scale}.py', '--dry_run', '--gpu_gib=80')
     assert 'a step fits 80 GiB' in result.stdout, result.stdout + result.stderr
 
 
@@ -381,8 +370,8 @@ def test_a_dry_run_finds_the_largest_micro_batch_in_few_steps(monkeypatch, capsy
     calls = []
     monkeypatch.setattr(dry_run, 'activation_bytes', lambda model, dtype, T, n: calls.append(n) or n * 2 ** 30)
     monkeypatch.setattr(dry_run, 'state_bytes', lambda *args: 0.0)
-    s = train.Settings(batch_size=10, micro_batch_size=micro_batch_size, memory=(fits + 0.5) / 0.95)
-    dry_run.print_memory(s, torch.nn.Linear(1, 1), 1)
+    s = train.Settings(batch_size=10, micro_batch_size=micro_batch_size, gpu_gib=(fits + 0.5) / 0.95)
+    dry_run.print_gib(s, torch.nn.Linear(1, 1), 1)
     shown = capsys.readouterr().out
     assert (f'that fits is {fits}\n' if fits else 'no micro_batch_size fits') in shown and len(calls) <= 5
 

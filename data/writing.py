@@ -118,7 +118,7 @@ def dtype_of(tokenizer: Tokenizer) -> str:
 
 def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Return the ids of a document with eos, and bos if the tokenizer was loaded with it."""
-    pieces = encoded_pieces(tokenizer.encode_document, text)
+    pieces = encoded_pieces(tokenizer.encode_plain or tokenizer.encode, text)
     parts = chain([tokenizer.start], pieces, [[tokenizer.eos_id]])
     return np.concatenate([np.asarray(ids, dtype_of(tokenizer)) for ids in parts])
 

@@ -12,18 +12,13 @@ if __name__ == '__main__':
     quiet_start()
 
 import dataclasses
-import multiprocessing
 import os
 import re
-import signal
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,15 +26,16 @@ from common.files import ROOT, UserError, command, friendly_errors, locked, read
 from common.machine import omp_threads, usable_cores
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT
-from data.sources import BATCH, Reading, Source, fitting_split, split_documents
-from data.tokenizers import load_tokenizer
+from data.sources import Reading, Source, fitting_split, split_documents
+from data.tokenizers import Tokenizer, load_tokenizer
 from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
 FINEWEB_SETTINGS = dict(  # official SPS code
     config='sample-350BT', val_fraction=0.0005, val_hash='md5', shuffle=200_000)
-BATCH_CHARACTERS = 2 ** 22  # a batch for a worker has this many, or BATCH documents
-MAX_PENDING_CHARS = 2 ** 27  # characters queued for the workers, to keep them busy while a shard is written
+BATCH = 250  # documents of a batch, which a worker encodes; fewer if they are long
+BATCH_CHARACTERS = 2 ** 22
+BATCHES_PER_WORKER = 8  # in the queue, to keep workers busy while a shard is written
 
 
 @dataclass
@@ -49,69 +45,44 @@ class Settings(Reading):
     bos: bool = False  # start each document with bos; every document ends with eos in any case
     max_tokens: int | None = None  # stop after the document that reaches this many tokens; None: read all
     shard_tokens: int = 100_000_000  # tokens per shard; a document is never split
-    workers: int | None = None  # tokenizer processes; None: OMP_NUM_THREADS, or one per usable core
+    workers: int | None = None  # tokenizer threads; None: OMP_NUM_THREADS, or one per usable core
 
 
-# ---- encoding in worker processes ----
+# ---- encoding in threads ----
 
-def start_worker(tokenizer_name: str, bos: bool) -> None:
-    global tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    tokenizer = load_tokenizer(tokenizer_name, bos)
+def encoded(tokenizer: Tokenizer, documents: Iterator[tuple], workers: int) -> Iterator[tuple]:
+    """Yield (next state, [(split, ids, bytes of the text) or None]) in order.
 
-
-def exit_with_parent() -> None:
-    """Exit when the parent exits, even if it is killed: workers hold the lock of the folder too."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def encode(batch: list[tuple | None]) -> list[tuple | None]:
-    """Tokenize [(split, text)] to [(split, ids, bytes of the text)]; None stays None."""
-    return [found and (found[0], document_ids(tokenizer, found[1]), len(found[1].encode())) for found in batch]
-
-
-@contextmanager
-def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecutor]:
-    """Start the processes that run `encode`. Call it before the source starts threads."""
-    method = 'fork' if sys.platform == 'linux' else 'spawn'  # forked workers need not repeat the imports
-    workers = s.workers or omp_threads() or usable_cores()
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
+    The libraries encode in parallel, because they release Python's lock meanwhile.
+    """
+    waiting, pool = deque(), ThreadPoolExecutor(workers)
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for workers that are just starting
-        pool.submit(os.getpid)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield pool
-    except BrokenProcessPool:
-        raise UserError('a worker process was killed, perhaps for lack of memory: rerun with fewer --workers')
+        for state, batch in batches(documents):
+            waiting.append((state, pool.submit(encode, tokenizer, batch)))
+            if len(waiting) > BATCHES_PER_WORKER * workers:
+                state, future = waiting.popleft()
+                yield state, future.result()
+        for state, future in waiting:
+            yield state, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encoded(pool: ProcessPoolExecutor, documents: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield (next state, encoded batch) in order, with up to MAX_PENDING_CHARS in the queue."""
-    waiting = deque()
-    for state, batch, n_characters in batches(documents):
-        waiting.append((state, n_characters, pool.submit(encode, batch)))
-        while sum(n for _, n, _ in waiting) > MAX_PENDING_CHARS:
-            state, _, future = waiting.popleft()
-            yield state, future.result()
-    for state, _, future in waiting:
-        yield state, future.result()
-
-
 def batches(documents: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield (next state, [(split, text) or None], characters)."""
+    """Group (next state, (split, text) or None) to (next state, list)."""
     batch, n_characters, state = [], 0, None
     for state, found in documents:
         batch.append(found)
         n_characters += len(found[1]) if found else 0
         if len(batch) == BATCH or n_characters >= BATCH_CHARACTERS:
-            yield state, batch, n_characters
+            yield state, batch
             batch, n_characters = [], 0
     if batch:
-        yield state, batch, n_characters
+        yield state, batch
+
+
+def encode(tokenizer: Tokenizer, batch: list[tuple | None]) -> list[tuple | None]:
+    return [found and (found[0], document_ids(tokenizer, found[1]), len(found[1].encode())) for found in batch]
 
 
 # ---- progress that survives a kill ----
@@ -164,7 +135,7 @@ def prepare(name: str, s: Settings) -> None:
     own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
     folder = Path(s.out_dir or BUILT / own_name)
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
-    with own_folder(folder), worker_pool(s, tokenizer.name) as pool:
+    with own_folder(folder):
         source = Source(name, s)
         progress = unfinished(folder, {
             'source': name, **dataclasses.asdict(s), 'source_checksum': source.checksum,
@@ -174,7 +145,9 @@ def prepare(name: str, s: Settings) -> None:
         writer = ShardWriter(folder, tokenizer, s.shard_tokens, progress['splits'])
         save_progress(progress, writer)  # marks the folder as an unfinished preparation
         documents = split_documents(source, *progress['fitting_split'], progress['state'])
-        fill(writer, encoded(pool, documents), s.max_tokens, progress)
+        workers = s.workers or omp_threads() or usable_cores()
+        with closing(encoded(tokenizer, documents, workers)) as encoded_batches:
+            fill(writer, encoded_batches, s.max_tokens, progress)
         writer.finish()
         (folder / 'progress.json').unlink()
     if progress['left_out']:

@@ -117,7 +117,9 @@ def local_files(name: str, s: Reading) -> list[str]:
     Ignores unknown formats, and .txt files next to records (such as a license).
     """
     if os.path.isdir(name):
-        matches = files_of_config(name, s) if s.config else visible_files(name)
+        if s.config:  # a copy of a dataset of the hub
+            return []
+        matches = visible_files(name)
     elif os.path.isfile(name):
         matches = [name]
     else:
@@ -144,15 +146,6 @@ def visible_files(folder: str) -> list[str]:
     """Return all files in a folder, recursively, sorted. Hidden files and folders are ignored."""
     found = [path for path in Path(folder).rglob('*') if path.is_file()]
     return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
-
-
-def files_of_config(folder: str, s: Reading) -> list[str]:
-    """Return the files that README.md lists for a configuration and split of a dataset's folder."""
-    import datasets
-    try:
-        return [*datasets.load_dataset_builder(folder, s.config).config.data_files[s.split]]
-    except Exception as error:  # no such configuration or split
-        raise named_error(f'{folder} could not be opened', error)
 
 
 def checksum_of_files(files: list[str]) -> str:

@@ -85,10 +85,12 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
     inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
 
     def encode(text, is_plain=False):
-        fast.encode_special_tokens = is_plain
-        ids = fast.encode(text, add_special_tokens=False).ids
+        if fast.encode_special_tokens != is_plain:
+            fast.encode_special_tokens = is_plain
+        ids = fast.encode_batch_fast([text], add_special_tokens=False)[0].ids  # releases Python's lock, unlike `encode`
         if is_plain and (eos in ids or bos in ids):  # a Unigram model may still match it: split it in two
-            ids = [i for part in re.split(inside, text) for i in fast.encode(part, add_special_tokens=False).ids]
+            parts = fast.encode_batch_fast(re.split(inside, text), add_special_tokens=False)
+            ids = [i for part in parts for i in part.ids]
         return ids
 
     def token_bytes(i):

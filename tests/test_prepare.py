@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import conftest
 import pytest
@@ -96,7 +95,7 @@ def test_the_printed_training_command_runs(n, tmp_path):
 @pytest.mark.parametrize('options', [[], ['--shuffle=100', '--val_hash=md5', '--val_fraction=0.001']])
 def test_preparation_interrupted_after_each_shard_gives_the_same_bytes(source, records, tmp_path, monkeypatch, options):
     monkeypatch.setattr(prepare_fineweb, 'BATCH', 30)
-    monkeypatch.setattr(prepare_fineweb, 'MAX_PENDING_CHARS', 10 ** 5)
+    monkeypatch.setattr(prepare_fineweb, 'BATCHES_PER_WORKER', 2)
     whole, out, n_starts = prepared(source, tmp_path / 'whole', *options), tmp_path / 'out', 0
 
     def save_and_die(progress, writer, save=prepare_fineweb.save_progress):
@@ -153,8 +152,7 @@ def test_preparation_continues_only_with_the_same_source_tokenizer_and_settings(
     os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-def test_a_killed_preparation_leaves_no_workers_and_continues_to_the_same_bytes(streamed, fineweb, tmp_path):
+def test_a_killed_preparation_continues_to_the_same_bytes(streamed, fineweb, tmp_path):
     out = tmp_path / 'out'
     process = subprocess.Popen([sys.executable, 'prepare_fineweb.py', str(fineweb), '--config=sample-100BT',
                                 f'--out_dir={out}', '--tokenizer=byte', '--val_fraction=0.1', '--shard_tokens=100_000',
@@ -162,27 +160,15 @@ def test_a_killed_preparation_leaves_no_workers_and_continues_to_the_same_bytes(
     while not (out / 'train_00004.bin').exists():
         assert process.poll() is None
         time.sleep(0.01)
-    workers = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
-    assert len(workers) == 2
     process.send_signal(signal.SIGSTOP)
     assert_sentence(prepare(fineweb, out), 'is being written by process')
     process.kill()
     process.wait()
-    end = time.monotonic() + 20
-    while any(Path(f'/proc/{pid}').exists() for pid in workers) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(Path(f'/proc/{pid}').exists() for pid in workers)
     result = succeeded(prepare(fineweb, out, '--config=sample-100BT'))
     assert 'continuing after document' in result.stdout and contents(out) == contents(streamed)
 
 
 # ---- bad input ----
-
-def test_workers_never_see_ctrl_c():
-    with prepare_fineweb.worker_pool(prepare_fineweb.Settings(workers=1), 'byte') as pool:
-        assert signal.SIGINT in pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
 
 @pytest.mark.parametrize('name, content, options, sentence', [
     ('late.jsonl', '{"url": 1, "text": "a"}\n{"text": "b"}\n', ['--id_field=url'], "no field 'url'"),

@@ -12,103 +12,77 @@ if __name__ == '__main__':
     quiet_start()
 
 import dataclasses
-import multiprocessing
 import os
 import re
-import shutil
-import signal
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from common.files import ROOT, UserError, command, friendly_errors, locked, read_json, sha256, write_json
+from common.files import ROOT, UserError, command, friendly_errors, locked, read_json, remove, sha256, write_json
 from common.machine import omp_threads, usable_cores
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT
-from data.sources import fitting_share, open_source, with_splits
-from data.tokenizers import TOKENIZER_FILES, load_tokenizer
+from data.sources import Reading, Source, fitting_split, split_documents
+from data.tokenizers import Tokenizer, load_tokenizer
 from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
-FINEWEB_SETTINGS = dict(config='sample-350BT', val_share=0.0005, val_hash='md5', shuffle=200_000)  # official SPS code
-MAX_PENDING_CHARS = 2 ** 27  # characters queued for the workers, to keep them busy while a shard is written
+FINEWEB_SETTINGS = dict(  # official SPS code
+    config='sample-350BT', val_fraction=0.0005, val_hash='md5', shuffle=200_000)
+BATCH = 250  # documents of a batch, which a worker encodes; fewer if they are long
+BATCH_CHARACTERS = 2 ** 22
+BATCHES_PER_WORKER = 8  # in the queue, to keep workers busy while a shard is written
 
 
 @dataclass
-class Settings:
+class Settings(Reading):
     out_dir: str = ''  # data folder to write; '': data/built/<source name>
-    config: str | None = None  # dataset configuration; None: the only one. FineWeb-Edu: sample-350BT
-    split: str = 'train'  # dataset split to read; train and val are both taken from it
-    text_field: str = 'text'  # record field with the document's text
-    id_field: str | None = 'id'  # record field hashed to pick train or val; None, .txt or records without id: the text
-    split_lines: bool = False  # treat each line of a .txt file as a document, not the whole file
-    split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>
     tokenizer: str = 'gpt2'  # gpt2, byte, a tokenizer.json, a SentencePiece .model, a folder of GPT-2's files
     bos: bool = False  # start each document with bos; every document ends with eos in any case
     max_tokens: int | None = None  # stop after the document that reaches this many tokens; None: read all
-    val_share: float = 0.001  # share of documents for validation; raised if that is too few. FineWeb-Edu: 0.0005
-    val_hash: Literal['sha256', 'md5'] = 'sha256'  # hash of the id that chooses train or val. FineWeb-Edu: md5
-    shuffle: int = 0  # documents per shuffle block (files are shuffled too); 0: no shuffling. FineWeb-Edu: 200,000
     shard_tokens: int = 100_000_000  # tokens per shard; a document is never split
-    workers: int | None = None  # tokenizer processes; None: OMP_NUM_THREADS, or one per usable core
+    workers: int | None = None  # tokenizer threads; None: OMP_NUM_THREADS, or one per usable core
 
 
-# ---- encoding in worker processes ----
+# ---- encoding in threads ----
 
-def start_worker(tokenizer_name: str, bos: bool) -> None:
-    global tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    tokenizer = load_tokenizer(tokenizer_name, bos)
+def encoded(tokenizer: Tokenizer, documents: Iterator[tuple], workers: int) -> Iterator[tuple]:
+    """Yield (next state, [(split, ids, bytes of the text) or None]) in order.
 
-
-def exit_with_parent() -> None:
-    """Exit when the parent exits, even if it is killed: workers hold the lock of the folder too."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def encode(batch: list[tuple | None]) -> list[tuple | None]:
-    """Tokenize [(split, text)] to [(split, ids, bytes of the text)]; None stays None."""
-    return [found and (found[0], document_ids(tokenizer, found[1]), len(found[1].encode())) for found in batch]
-
-
-@contextmanager
-def worker_pool(s: Settings, tokenizer_name: str) -> Iterator[ProcessPoolExecutor]:
-    """Start the processes that run `encode`. Call it before the source starts threads."""
-    method = 'fork' if sys.platform == 'linux' else 'spawn'  # forked workers need not repeat the imports
-    workers = s.workers or omp_threads() or usable_cores()
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), start_worker, (tokenizer_name, s.bos))
+    The libraries encode in parallel, because they release Python's lock meanwhile.
+    """
+    waiting, pool = deque(), ThreadPoolExecutor(workers)
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for workers that are just starting
-        pool.submit(os.getpid)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield pool
-    except BrokenProcessPool:
-        raise UserError('a worker process was killed, perhaps for lack of memory: rerun with fewer --workers')
+        for state, batch in batches(documents):
+            waiting.append((state, pool.submit(encode, tokenizer, batch)))
+            if len(waiting) > BATCHES_PER_WORKER * workers:
+                state, future = waiting.popleft()
+                yield state, future.result()
+        for state, future in waiting:
+            yield state, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encoded(pool: ProcessPoolExecutor, batches: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield (next state, encoded batch) in order, with up to MAX_PENDING_CHARS in the queue."""
-    waiting = deque()
-    for state, batch in batches:
-        n_characters = sum(len(found[1]) for found in batch if found)
-        waiting.append((state, n_characters, pool.submit(encode, batch)))
-        while sum(n for _, n, _ in waiting) > MAX_PENDING_CHARS:
-            state, _, future = waiting.popleft()
-            yield state, future.result()
-    for state, _, future in waiting:
-        yield state, future.result()
+def batches(documents: Iterator[tuple]) -> Iterator[tuple]:
+    """Group (next state, (split, text) or None) to (next state, list)."""
+    batch, n_characters, state = [], 0, None
+    for state, found in documents:
+        batch.append(found)
+        n_characters += len(found[1]) if found else 0
+        if len(batch) == BATCH or n_characters >= BATCH_CHARACTERS:
+            yield state, batch
+            batch, n_characters = [], 0
+    if batch:
+        yield state, batch
+
+
+def encode(tokenizer: Tokenizer, batch: list[tuple | None]) -> list[tuple | None]:
+    return [found and (found[0], document_ids(tokenizer, found[1]), len(found[1].encode())) for found in batch]
 
 
 # ---- progress that survives a kill ----
@@ -131,28 +105,27 @@ def read_progress(folder: Path) -> dict | None:
     return read_json(path, remedy) if path.exists() else None
 
 
-def save_progress(folder: Path, arguments: dict, writer: ShardWriter, state: dict | None, left_out: int) -> None:
-    """Write progress.json, from which a rerun continues. state: see `open_source`."""
+def save_progress(progress: dict, writer: ShardWriter) -> None:
+    """Write progress.json, from which a rerun continues."""
     writer.flush()
-    write_json(folder / 'progress.json', {'arguments': arguments, 'splits': writer.splits, 'state': state,
-                                          'left_out': left_out})
+    write_json(writer.folder / 'progress.json', progress)
 
 
 @contextmanager
-def cleanup_on_failure(folder: Path) -> Iterator[None]:
-    """If the preparation fails before its first full shard, delete what it has written."""
-    check_folder(folder)  # check again, now that the folder is locked
-    try:
-        yield
-    except BaseException:
-        saved = read_progress(folder)
-        if not (saved and saved['splits']) and not (folder / 'meta.json').exists():
-            for pattern in (*TOKENIZER_FILES, 'train_*.bin', 'val_*.bin', '.*.writing', 'progress.json', '.lock'):
-                for path in folder.glob(pattern):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            if not os.listdir(folder):
+def own_folder(folder: Path) -> Iterator[None]:
+    """Lock a data folder. If there is no full shard when writing fails, delete what was written."""
+    check_folder(folder)  # before the lock file is written there
+    with locked(folder):
+        check_folder(folder)
+        try:
+            yield
+        except BaseException:
+            is_kept = (folder / 'meta.json').exists() or (read_progress(folder) or {}).get('splits')
+            if not is_kept:
+                for path in folder.iterdir():
+                    remove(path)
                 folder.rmdir()
-        raise
+            raise
 
 
 # ---- main ----
@@ -161,68 +134,72 @@ def prepare(name: str, s: Settings) -> None:
     """Write the data folder of a source, or continue writing it."""
     own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
     folder = Path(s.out_dir or BUILT / own_name)
-    check_folder(folder)  # before the lock file is written there
     tokenizer = load_tokenizer(s.tokenizer, s.bos)
-    with locked(folder), cleanup_on_failure(folder), worker_pool(s, tokenizer.name) as pool:
-        read, source_checksum = open_source(name, s)
-        arguments = {'source': name, **dataclasses.asdict(s), 'source_checksum': source_checksum,
-                     'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None}
-        del arguments['out_dir'], arguments['workers']
-        saved = read_progress(folder)
-        if saved and saved['splits']:
-            val_share, by_text = saved['arguments'].pop('fitting_share')
-            changed = [f'{key} = {saved["arguments"].get(key)!r} (now {now!r})' for key, now in arguments.items()
-                       if saved['arguments'].get(key) != now]
-            if changed:
-                raise UserError(f'{folder} was started with {", ".join(changed)}: restore these or change --out_dir')
-            n_documents = sum(split['documents'] for split in saved['splits'].values())
-            print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
-        else:
-            val_share, by_text = fitting_share(read, s, s.max_tokens)
-            saved = {'splits': {}, 'state': None, 'left_out': 0}
-        arguments['fitting_share'] = val_share, by_text
-        writer = ShardWriter(folder, tokenizer, s.shard_tokens, saved['splits'])
-        if not saved['splits']:
-            save_progress(folder, arguments, writer, None, 0)  # marks the folder as an unfinished preparation
-        batches = with_splits(read(saved['state']), val_share, by_text, s.val_hash)
-        left_out = fill(writer, encoded(pool, batches), s.max_tokens, arguments, saved['left_out'])
+    with own_folder(folder):
+        source = Source(name, s)
+        progress = unfinished(folder, {
+            'source': name, **dataclasses.asdict(s), 'source_checksum': source.checksum,
+            'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None})
+        if not progress['fitting_split']:
+            progress['fitting_split'] = fitting_split(source, s.max_tokens)
+        writer = ShardWriter(folder, tokenizer, s.shard_tokens, progress['splits'])
+        save_progress(progress, writer)  # marks the folder as an unfinished preparation
+        documents = split_documents(source, *progress['fitting_split'], progress['state'])
+        workers = s.workers or omp_threads() or usable_cores()
+        with closing(encoded(tokenizer, documents, workers)) as encoded_batches:
+            fill(writer, encoded_batches, s.max_tokens, progress)
         writer.finish()
         (folder / 'progress.json').unlink()
-    if left_out:
-        print(f'{left_out:,} records without text in field {s.text_field!r} were skipped')
+    if progress['left_out']:
+        print(f'{progress["left_out"]:,} records without text in field {s.text_field!r} were skipped')
     for split, info in sorted(writer.splits.items()):
         print(f'{split}: {info["documents"]:,} documents, {info["tokens"]:,} tokens in {len(info["shards"])} shards')
     print(f'{folder} is ready: {training_command(folder, writer.splits)}')
 
 
-def fill(writer: ShardWriter, batches: Iterator[tuple], max_tokens: int | None, arguments: dict, left_out: int) -> int:
-    """Write encoded batches until max_tokens. Returns the number of records without text."""
+def unfinished(folder: Path, arguments: dict) -> dict:
+    """Return the progress of a folder, as in its progress.json. UserError if arguments differ."""
+    del arguments['out_dir'], arguments['workers']
+    saved = read_progress(folder)
+    if not (saved and saved['splits']):
+        return {'arguments': arguments, 'fitting_split': None, 'splits': {}, 'state': None, 'left_out': 0}
+    changed = [f'{key} = {saved["arguments"].get(key)!r} (now {now!r})' for key, now in arguments.items()
+               if saved['arguments'].get(key) != now]
+    if changed:
+        raise UserError(f'{folder} was started with {", ".join(changed)}: restore these or change --out_dir')
+    n_documents = sum(split['documents'] for split in saved['splits'].values())
+    print(f'{folder}: checking the shards, then continuing after document {n_documents:,}', flush=True)
+    return saved
+
+
+def fill(writer: ShardWriter, batches: Iterator[tuple], max_tokens: int | None, progress: dict) -> None:
+    """Write encoded batches until max_tokens. Saves progress at each full shard."""
     begin, start, last = writer.n_tokens, time.time(), time.time()
     for state, batch in batches:
         is_full = False
         for document in batch:
             if max_tokens is not None and writer.n_tokens >= max_tokens:
-                return left_out
+                return
             if document is None:
-                left_out += 1
+                progress['left_out'] += 1
             else:
                 is_full |= writer.add(*document)
         if is_full:
-            save_progress(writer.folder, arguments, writer, state, left_out)
+            progress['state'] = state
+            save_progress(progress, writer)
         if time.time() - last > 5:
             last = time.time()
             tokens_per_s = (writer.n_tokens - begin) / (last - start)
             print(f'{writer.n_tokens:,} tokens | {tokens_per_s:,.0f} tokens/s', flush=True)
-    return left_out
 
 
 def training_command(folder: Path, splits: dict) -> str:
     """Return a command that trains on the data, with model and block_size chosen for its size."""
     n_train, longest = splits['train']['tokens'], min(splits['train']['tokens'] // 2, splits['val']['tokens'] - 1)
     config = 'standard_xs' if n_train >= 10 ** 8 and longest >= 4096 else 'quickstart'
-    window = [f'--block_size={longest}'] if longest < 256 else []
+    shorter = [f'--block_size={longest}'] if longest < 256 else []
     return command('train.py', os.path.relpath(ROOT / f'config/{config}.py'), f'--data={folder}',
-                   f'--out_dir=out/{folder.resolve().name}', *window)
+                   f'--out_dir=out/{folder.resolve().name}', *shorter)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -235,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
         if name == FINEWEB:
             s = dataclasses.replace(s, **{key: value for key, value in FINEWEB_SETTINGS.items() if key not in given})
         check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8),
-                     val_share=(0, 1))
+                     val_fraction=(0, 1))
         prepare(name, s)
 
 

@@ -77,8 +77,7 @@ class Run:
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt's ids, with bos if the training data have it. Empty: bos or eos."""
-        start = [*self.tokenizer.start]
-        return [*start, *self.tokenizer.encode(text)] if text else start or [self.tokenizer.eos_id]
+        return self.tokenizer.prompt(text)
 
     def loss(self, text: str) -> float:
         """Return the loss of a text, nats per token, by eval.py's rolling log-likelihood."""

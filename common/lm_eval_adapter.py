@@ -72,7 +72,7 @@ class RunLM(TemplateLM):
             if options['max_gen_toks'] > longest:
                 warn_once(f'answers are cut at {longest} tokens, half of the context length')
                 options['max_gen_toks'] = longest
-            prompt = [*self.encoding.start, *self.encoding.encode(text)] or [self.prefix_token_id]
+            prompt = self.encoding.prompt(text)
             room = max(1, self.scorer.max_length - options['max_gen_toks'])
             self.scorer.truncated += len(prompt) > room
             asked.append((prompt[-room:], options))
@@ -94,7 +94,7 @@ def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[i
 
     def text_of(ids):
         ids = [i for i in ids if i != tokenizer.eos_id]
-        return tokenizer.decode_text(ids) if tokenizer.decode_text else tokenizer.decode(ids).decode(errors='replace')
+        return tokenizer.decode_text(ids)
 
     def finished(_, ids):
         text = text_of(ids)

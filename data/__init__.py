@@ -56,15 +56,17 @@ def text_data(path: Path) -> tuple[Path, Iterator | None]:
     mtimes of the files.
     """
     from data import sources
+    s = sources.Reading(id_field=None, val_fraction=sources.VAL_FRACTION)
     found = [str(path)] if path.is_file() else sources.visible_files(str(path))
     if not any(map(sources.format_of, found)):
         return path, None
-    files = sources.local_files(str(path), sources.TEXTS)
+    files = sources.local_files(str(path), s)
     if not files:  # of the library `datasets`
         return path, None
 
     def documents():
-        s, (read, _) = sources.TEXTS, sources.open_source(str(path), sources.TEXTS)
-        for _, batch in sources.with_splits(read(None), *sources.fitting_share(read, s), s.val_hash):
-            yield from filter(None, batch)  # None: a record without text
+        source = sources.Source(str(path), s)
+        for _, found in sources.split_documents(source, *sources.fitting_split(source)):
+            if found:  # a record with text
+                yield found
     return BUILT / f'{path.resolve().name}-{sources.checksum_of_files(files)[:12]}', documents()

@@ -1,8 +1,10 @@
 """Read documents from local files or, through the library `datasets`, any dataset.
 
-Start with `open_source`. docs/data.md lists the formats; each has one reader here. train.py --data
-reads .txt files in the same way.
+In order of reading: `Source` has the documents. `local_files` finds files, each format has one
+reader, `open_dataset` leaves the rest to `datasets`. `document` makes a record a document, and at
+the end a hash makes it training or validation data. docs/data.md lists the formats.
 """
+import bisect
 import csv
 import glob
 import gzip
@@ -13,11 +15,11 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Literal, NamedTuple
 
 from common.files import UserError, warn_once
 
@@ -25,44 +27,99 @@ FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'pa
            '.arrow': 'datasets'}
 EXPECTED = 'expected files of one format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet'
 MARKERS = ('<|endoftext|>', '</s>')  # end-of-text markers that may occur in .txt files
-VAL_SHARE = 0.05  # validation fraction of built-in data and texts
-BATCH = 250  # records per batch
-BATCH_CHARACTERS = 2 ** 22  # a batch ends after this many characters
+BYTE_ORDER_MARK = b'\xef\xbb\xbf'
+BLANK = BYTE_ORDER_MARK + b' \t\r\n'
+BATCH = 250  # rows of a file or dataset that are in memory at a time
+VAL_FRACTION = 0.05  # of built-in data and texts
 TAIL = 0.1  # fraction of a single text that becomes validation data, as in nanoGPT
 MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
 SHUFFLE_SEED = 2357  # official SPS code
-TEXTS = SimpleNamespace(  # settings `s` of the functions below for train.py --data
-    config=None, split='train', text_field='text', id_field=None, split_lines=False, split_at=None, val_share=VAL_SHARE,
-    val_hash='sha256', shuffle=0)
+
+
+@dataclass
+class Reading:
+    config: str | None = None  # dataset configuration; None: the only one. FineWeb-Edu: sample-350BT
+    split: str = 'train'  # dataset split to read; train and val are both taken from it
+    text_field: str = 'text'  # record field with the document's text
+    id_field: str | None = 'id'  # record field hashed to pick train or val; None, .txt or records without id: the text
+    split_lines: bool = False  # treat each line of a .txt file as a document, not the whole file
+    split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>
+    val_fraction: float = 0.001  # of the documents, for validation; raised if that is too few. FineWeb-Edu: 0.0005
+    val_hash: Literal['sha256', 'md5'] = 'sha256'  # hash of the id that chooses train or val. FineWeb-Edu: md5
+    shuffle: int = 0  # documents per shuffle block (files are shuffled too); 0: no shuffling. FineWeb-Edu: 200,000
+
+
+class Document(NamedTuple):
+    split: str | None  # 'train' or 'val' for the two parts of a single text; None: the hash of `key` chooses
+    key: str  # the id, or the text if there is none
+    text: str
+
+
+class Source:
+    """The documents of local files, of a folder or pattern, or of a dataset.
+
+    checksum covers names, sizes and times of local files, or the revision of a dataset on the hub.
+    UserError if there is no such source, or no record has text.
+    """
+
+    def __init__(self, name: str, s: Reading):
+        self.name, self.s, self.files = name, s, local_files(name, s)
+        if self.files:
+            self.checksum = checksum_of_files(self.files)
+            if s.shuffle:
+                random.Random(SHUFFLE_SEED).shuffle(self.files)
+        else:
+            self.stream, self.checksum = open_dataset(name, s)
+
+    def documents(self, state: dict | None = None) -> Iterator[tuple[dict, Document | None]]:
+        """Yield (next state, document), None for a record without text.
+
+        Continues from a next state, which is JSON, or from the start.
+        """
+        return self._shuffled(state) if self.s.shuffle else self._in_order(state)
+
+    def _in_order(self, state: dict | None) -> Iterator[tuple]:
+        read = file_records(self.files, self.s, state) if self.files else dataset_records(self, state)
+        has_text, fields = state is not None, []
+        for next_state, place, record, split in read:
+            found = document(place, record, split, self.s)
+            has_text, fields = has_text or found is not None, fields or [*record]
+            yield next_state, found
+        if not has_text:
+            raise UserError(f'{self.name} has no text in field {self.s.text_field!r}; fields: '
+                            f'{", ".join(fields[:20]) or "none"}. Set --text_field of prepare_fineweb.py')
+
+    def _shuffled(self, state: dict | None) -> Iterator[tuple]:
+        """Read blocks of s.shuffle documents, and shuffle each with its number as seed.
+
+        A state is the start of a block and how many of its documents were read.
+        """
+        state = state or {'begin': None, 'block': 0, 'read': 0}
+        begin, block, n_read = state['begin'], state['block'], state['read']
+        in_order = self._in_order(begin)
+        while True:
+            found, end = [], begin
+            for end, one in islice(in_order, self.s.shuffle):  # noqa: B007
+                found.append(one)
+            if not found:
+                return
+            random.Random(f'{SHUFFLE_SEED} {block}').shuffle(found)
+            for n in range(n_read, len(found)):
+                yield {'begin': begin, 'block': block, 'read': n + 1}, found[n]
+            begin, block, n_read = end, block + 1, 0
+
 
 # ---- which files ----
 
-def format_of(file: str) -> str | None:
-    return FORMATS.get(Path(file.lower().removesuffix('.gz').removesuffix('.zst')).suffix)
-
-
-def visible_files(folder: str) -> list[str]:
-    """Return all files in a folder, recursively, sorted. Hidden files and folders are ignored."""
-    found = [path for path in Path(folder).rglob('*') if path.is_file()]
-    return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
-
-
-def files_of_config(folder: str, s) -> list[str]:
-    """Return the files that README.md lists for a configuration and split of a dataset's folder."""
-    import datasets
-    try:
-        return [*datasets.load_dataset_builder(folder, s.config).config.data_files[s.split]]
-    except Exception as error:  # no such configuration or split
-        raise UserError(f'{folder} could not be opened ({type(error).__name__}): {error}')
-
-
-def local_files(name: str, s) -> list[str]:
+def local_files(name: str, s: Reading) -> list[str]:
     """Return the files, of one format, of a path, pattern or folder; [] to read it with `datasets`.
 
     Ignores unknown formats, and .txt files next to records (such as a license).
     """
     if os.path.isdir(name):
-        matches = files_of_config(name, s) if s.config else visible_files(name)
+        if s.config:  # a copy of a dataset of the hub
+            return []
+        matches = visible_files(name)
     elif os.path.isfile(name):
         matches = [name]
     else:
@@ -81,27 +138,14 @@ def local_files(name: str, s) -> list[str]:
     return files
 
 
-# ---- reading them ----
+def format_of(file: str) -> str | None:
+    return FORMATS.get(Path(file.lower().removesuffix('.gz').removesuffix('.zst')).suffix)
 
-def open_source(name: str, s) -> tuple[Callable, str]:
-    """Return (read, checksum of the source). s: see prepare_fineweb.Settings.
 
-    read(state) yields (next state, [document]) in batches, from the start if state is None, else
-    from a next state, which is JSON. A document is (split, key, text), or None for a record without
-    text. If split is None, the hash of key (id or text) chooses train or val. The checksum covers
-    names, sizes and times of local files, or the revision of a dataset on the hub.
-    """
-    files = local_files(name, s)
-    if files:
-        checksum = checksum_of_files(files)
-        if s.shuffle:
-            random.Random(SHUFFLE_SEED).shuffle(files)
-        read = partial(file_batches, files, s)
-    else:
-        stream, checksum = open_dataset(name, s)
-        read = partial(stream_batches, name, stream, s)
-    read = partial(document_batches, name, read, s)
-    return (partial(shuffled_batches, read, s.shuffle) if s.shuffle else read), checksum
+def visible_files(folder: str) -> list[str]:
+    """Return all files in a folder, recursively, sorted. Hidden files and folders are ignored."""
+    found = [path for path in Path(folder).rglob('*') if path.is_file()]
+    return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
 
 
 def checksum_of_files(files: list[str]) -> str:
@@ -109,7 +153,117 @@ def checksum_of_files(files: list[str]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def open_dataset(name: str, s) -> tuple:
+# ---- records of files ----
+
+def file_records(files: list[str], s: Reading, state: dict | None) -> Iterator[tuple]:
+    """Yield (next state, place, record, split). A state is a file's number and the lines read."""
+    first, n_read = (state['file'], state['line']) if state else (0, 0)
+    is_single = len(files) == 1 and format_of(files[0]) == 'txt' and not (s.split_lines or s.split_at)
+    readers = {'json': json_records, 'parquet': parquet_records, 'csv': csv_records,
+               'txt': two_parts if is_single else text_records}
+    for i, file in enumerate(files[first:], first):
+        n, unit = 0, 'row' if format_of(file) in ('parquet', 'csv') else 'line'
+        try:
+            for n, record in readers[format_of(file)](file, s):
+                if i > first or n > n_read:
+                    split = ('train' if n == 1 else 'val') if is_single else None
+                    yield {'file': i, 'line': n}, f'{file}, {unit} {n:,}', record, split
+        except Exception as error:
+            raise named_error(f'{file} cannot be read after {n:,} {unit}s', error)
+
+
+# Each reader yields (number of its last line or row, record), from the start of a file.
+
+def json_records(file: str, s: Reading) -> Iterator[tuple]:
+    """Read a record per line, or per item of the list in a .json file.
+
+    A record may take several lines: from { alone to } with the same indentation.
+    """
+    with open_compressed(file) as lines:
+        if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(BLANK).startswith(b'['):
+            yield from enumerate(json.load(lines), 1)
+        part, end = [], b''  # the lines of a record so far, and how its last line starts
+        for n, line in enumerate(lines, 1):
+            part.append(line)
+            if not end and line.strip(BLANK) == b'{':
+                end = line.removeprefix(BYTE_ORDER_MARK).partition(b'{')[0] + b'}'
+            if line.strip() and line.startswith(end):
+                yield n, json.loads(b''.join(part))
+                part, end = [], b''
+        if b''.join(part).strip():
+            json.loads(b''.join(part))  # an error: the file was cut
+
+
+def parquet_records(file: str, s: Reading) -> Iterator[tuple]:
+    import pyarrow.parquet
+    with pyarrow.parquet.ParquetFile(file) as parquet:
+        batches = parquet.iter_batches(BATCH, columns=fields_to_read(file, parquet.schema_arrow.names, s))
+        yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)
+
+
+def csv_records(file: str, s: Reading) -> Iterator[tuple]:
+    """Read a record per row. Empty cells are missing values; NA is text."""
+    csv.field_size_limit(sys.maxsize)
+    with open_text(file, newline='') as lines:
+        rows = csv.DictReader(lines, strict=True)  # an error for a quote that is never closed
+        fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
+        for n, row in enumerate(rows, 1):
+            yield n, {field: row[field] or None for field in fields}
+
+
+def text_records(file: str, s: Reading) -> Iterator[tuple]:
+    """Read a record per file, or per line or part between markers."""
+    with open_text(file) as lines:
+        is_split = s.split_lines or s.split_at
+        yield from records_of_texts(split_at_marker(lines, s.split_at or '\n') if is_split else [lines.read()], s)
+
+
+def two_parts(file: str, s: Reading) -> Iterator[tuple]:
+    """Cut a single text in two: training and validation data."""
+    with open_text(file) as lines:
+        text = lines.read()
+    cut = int(len(text) * (1 - TAIL))
+    yield from records_of_texts((text[:cut], text[cut:]), s)
+
+
+def records_of_texts(texts: Iterable[str], s: Reading) -> Iterator[tuple]:
+    for n, text in enumerate(texts, 1):
+        for marker in MARKERS:
+            if marker in text:
+                warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
+                         f"use prepare_fineweb.py --split_at='{marker}'")
+        if text.strip():
+            yield n, {s.id_field: None, s.text_field: text}
+
+
+def split_at_marker(lines: Iterable[str], marker: str) -> Iterator[str]:
+    """Yield the texts between markers, without surrounding newlines. Markers do not span lines."""
+    held = []
+    for line in lines:
+        *ends, rest = line.split(marker)
+        for end in ends:
+            yield ''.join([*held, end]).strip('\n')
+            held = []
+        held.append(rest)
+    yield ''.join(held).strip('\n')
+
+
+def open_compressed(file: str) -> io.BufferedIOBase:
+    """Open a file, compressed or not, for reading bytes."""
+    if not file.lower().endswith('.zst'):
+        return gzip.open(file) if file.lower().endswith('.gz') else open(file, 'rb')
+    import pyarrow
+    return io.BufferedReader(pyarrow.input_stream(file))
+
+
+def open_text(file: str, newline: str | None = None) -> io.TextIOWrapper:
+    """Open a file, compressed or not, for reading UTF-8 without a byte order mark."""
+    return io.TextIOWrapper(open_compressed(file), encoding='utf-8-sig', newline=newline)
+
+
+# ---- records of datasets ----
+
+def open_dataset(name: str, s: Reading) -> tuple:
     """Return (IterableDataset, checksum) of a dataset, read with the library `datasets`."""
     import datasets
     try:
@@ -129,62 +283,59 @@ def open_dataset(name: str, s) -> tuple:
             builder.config.columns = fields_to_read(name, [*stream.features], s)
             stream = builder.as_streaming_dataset(split=s.split)
         return stream, checksum
-    except UserError:
-        raise
     except Exception as error:  # for example: no such dataset or split, no network, a damaged file
-        raise UserError(f'{name} could not be opened ({type(error).__name__}): {error}')
+        raise named_error(f'{name} could not be opened', error)
 
 
-def stream_batches(name: str, stream, s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [(place, record, split)]) from a datasets.IterableDataset."""
-    stream, n_read = stream.with_format('arrow'), 0
-    if state:
-        n_read = state['records']
-        stream.load_state_dict(state['stream'])
+def dataset_records(source: Source, state: dict | None) -> Iterator[tuple]:
+    """Yield (next state, place, record, None).
+
+    A state is that of the library before a batch, the records read of the batch, and of all.
+    """
+    name, stream = source.name, source.stream.with_format('arrow')
+    state = state or {'stream': None, 'of_batch': 0, 'records': 0}
+    before, of_batch, n = state['stream'], state['of_batch'], state['records']
+    if before:
+        stream.load_state_dict(before)
     try:
         for table in stream.iter(BATCH):
-            records = table.select(fields_to_read(name, table.column_names, s)).to_pylist()
-            found = [(f'{name}, record {n:,}', record, None) for n, record in enumerate(records, n_read + 1)]
-            n_read += len(records)
-            yield {'records': n_read, 'stream': stream.state_dict()}, found
-    except UserError:
-        raise
-    except Exception as error:  # errors depend on the format; or text is not UTF-8
-        raise UserError(f'{name} cannot be read after record {n_read:,} ({type(error).__name__}): {error}')
+            records = table.select(fields_to_read(name, table.column_names, source.s)).to_pylist()
+            for record in records[of_batch:]:
+                of_batch, n = of_batch + 1, n + 1
+                yield {'stream': before, 'of_batch': of_batch, 'records': n}, f'{name}, record {n:,}', record, None
+            before, of_batch = stream.state_dict(), 0
+    except Exception as error:
+        raise named_error(f'{name} cannot be read after record {n:,}', error)
 
 
-def file_batches(files: list[str], s, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, [(place, record, split)]) of local files: BATCH records, fewer if long."""
-    batch, size = [], 0
-    for next_state, *found in file_records(files, s, state or {'file': 0, 'line': 0}):
-        batch.append(found)
-        size += len(str(found[1].get(s.text_field))) if isinstance(found[1], dict) else 0
-        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
-            yield next_state, batch
-            batch, size = [], 0
-    if batch:
-        yield next_state, batch
+def named_error(what: str, error: Exception) -> UserError:
+    """Say what failed, for the errors of a library, which have no common class."""
+    return error if isinstance(error, UserError) else UserError(f'{what} ({type(error).__name__}): {error}')
 
 
-def file_records(files: list[str], s, state: dict) -> Iterator[tuple]:
-    """Yield (next state, place, record, split) from a state on: file number, lines or rows read."""
-    read = {'json': json_records, 'parquet': partial(parquet_records, s), 'csv': partial(csv_records, s),
-            'txt': partial(text_records, s, len(files))}
-    for i in range(state['file'], len(files)):
-        file, n = files[i], state['line'] if i == state['file'] else 0  # n: lines or rows read
-        unit = 'row' if format_of(file) in ('parquet', 'csv') else 'line'
-        try:
-            for found in islice(read[format_of(file)](file), n, None):
-                n += 1
-                if found:
-                    yield {'file': i, 'line': n}, f'{file}, {unit} {n:,}', *found
-        except UserError:
-            raise
-        except Exception as error:  # each format raises its own errors
-            raise UserError(f'{file} cannot be read after {n:,} {unit}s ({type(error).__name__}): {error}')
+# ---- documents ----
+
+def document(place: str, record, split: str | None, s: Reading) -> Document | None:
+    """Return the document of a record, None if it has no text. UserError for other types."""
+    if not isinstance(record, dict):
+        raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
+    text = record.get(s.text_field)
+    if text in (None, ''):
+        return None
+    fields_to_read(place, [*record], s)
+    key = record.get(s.id_field) if s.id_field else None
+    if not isinstance(text, str):
+        raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field of '
+                        'prepare_fineweb.py')
+    return Document(split, without_surrogates(text if key is None else str(key)), without_surrogates(text))
 
 
-def fields_to_read(place: str, names: list[str], s) -> list[str]:
+def without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode, with question marks."""
+    return text.encode(errors='replace').decode()
+
+
+def fields_to_read(place: str, names: list[str], s: Reading) -> list[str]:
     """Return the names of the text and id fields. UserError if `names` lacks one, except `id`."""
     wanted = [*dict.fromkeys(filter(None, (s.text_field, s.id_field)))]
     if s.id_field == 'id' and 'id' not in names:
@@ -197,185 +348,59 @@ def fields_to_read(place: str, names: list[str], s) -> list[str]:
     return wanted
 
 
-def open_compressed(file: str) -> io.BufferedIOBase:
-    """Open a file, compressed or not, for reading bytes."""
-    if not file.lower().endswith('.zst'):
-        return gzip.open(file) if file.lower().endswith('.gz') else open(file, 'rb')
-    import pyarrow
-    return io.BufferedReader(pyarrow.input_stream(file))
+# ---- training and validation data ----
 
-
-def json_records(file: str) -> Iterator[tuple | None]:
-    """Yield (record, None) per line, or per list item of a .json file; None for other lines.
-
-    A record may take several lines: from { alone to } with the same indentation.
-    """
-    with open_compressed(file) as lines:
-        blank = b'\xef\xbb\xbf \t\r\n'  # first a byte order mark, which json.loads decodes
-        if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(blank).startswith(b'['):
-            yield from ((record, None) for record in json.load(lines))
-        for line in lines:
-            part = [line]
-            if line.strip(blank) == b'{':
-                end = line.lstrip(b'\xef\xbb\xbf').partition(b'{')[0] + b'}'
-                while part[-1] and (part[-1] is line or not part[-1].startswith(end)):
-                    part.append(lines.readline())
-            record = json.loads(b''.join(part)) if line.strip() else None
-            yield from [None] * (len(part) - 1)
-            yield (record, None) if line.strip() else None
-
-
-def parquet_records(s, file: str) -> Iterator[tuple]:
-    """Yield (record, None) per row."""
-    import pyarrow.parquet
-    with pyarrow.parquet.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(BATCH, columns=fields_to_read(file, parquet.schema_arrow.names, s)):
-            for record in batch.to_pylist():
-                yield record, None
-
-
-def csv_records(s, file: str) -> Iterator[tuple]:
-    """Yield (record, None) per row. Empty cells are missing values; NA is text."""
-    csv.field_size_limit(sys.maxsize)
-    with open_compressed(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig', newline='') as lines:
-        rows = csv.DictReader(lines, strict=True)  # an error for a quote that is never closed
-        fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
-        for row in rows:
-            yield {field: row[field] or None for field in fields}, None
-
-
-def text_records(s, n_files: int, file: str) -> Iterator[tuple | None]:
-    """Yield (record, split) per .txt file or line, or two parts of a single file; None if empty."""
-    with open_compressed(file) as raw, io.TextIOWrapper(raw, encoding='utf-8-sig') as lines:
-        if s.split_lines or s.split_at:
-            parts = ((part, None) for part in split_at_marker(lines, s.split_at or '\n'))
-        else:
-            text = lines.read()
-            cut = int(len(text) * (1 - TAIL))
-            parts = [(text, None)] if n_files > 1 else [(text[:cut], 'train'), (text[cut:], 'val')]
-        for part, split in parts:
-            for marker in MARKERS:
-                if marker in part:
-                    warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
-                             f"use prepare_fineweb.py --split_at='{marker}'")
-            yield ({s.id_field: None, s.text_field: part}, split) if part.strip() else None
-
-
-def split_at_marker(lines: Iterable[str], marker: str) -> Iterator[str]:
-    """Yield the texts between markers, without surrounding newlines. Markers do not span lines."""
-    held = []
-    for line in lines:
-        *ends, rest = line.split(marker)
-        for end in ends:
-            yield ''.join([*held, end]).strip('\n')
-            held = []
-        held.append(rest)
-    yield ''.join(held).strip('\n')
-
-
-def shuffled_batches(read: Callable, n: int, state: dict | None) -> Iterator[tuple]:
-    """Shuffle the documents of `read`, in blocks of n, rounded up to whole batches.
-
-    A block is read whole and shuffled with its number as seed, so the state is the start of the
-    block and the number of its documents read.
-    """
-    state = state or {'source': None, 'block': 0, 'read': 0}
-    begin, block, n_read = state['source'], state['block'], state['read']
-    batches = read(begin)
-    while True:
-        found, end = [], begin
-        for end, batch in islice(batches, math.ceil(n / BATCH)):  # noqa: B007
-            found += batch
-        if not found:
-            return
-        random.Random(f'{SHUFFLE_SEED} {block}').shuffle(found)
-        for start in range(n_read, len(found), BATCH):
-            stop = start + BATCH
-            next_state = {'source': begin, 'block': block, 'read': stop}
-            if stop >= len(found):
-                next_state = {'source': end, 'block': block + 1, 'read': 0}
-            yield next_state, found[start:stop]
-        begin, block, n_read = end, block + 1, 0
-
-
-# ---- documents ----
-
-def document_batches(name: str, read: Callable, s, state: dict | None) -> Iterator[tuple]:
-    """Convert batches of records to (next state, [document]). UserError if no record has text."""
-    has_text, fields = state is not None, []
-    for next_state, records in read(state):
-        found = [document(*record, s) for record in records]
-        has_text, fields = has_text or any(found), fields or [*records[0][1]]
-        yield next_state, found
-    if not has_text:
-        raise UserError(f'{name} has no text in field {s.text_field!r}; fields: '
-                        f'{", ".join(fields[:20]) or "none"}. Set --text_field of prepare_fineweb.py')
-
-
-def document(place: str, record, split: str | None, s) -> tuple | None:
-    """Return (split, key, text) of a record, None if it has no text. UserError for other types."""
-    if not isinstance(record, dict):
-        raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
-    text = record.get(s.text_field)
-    if text in (None, ''):
-        return None
-    fields_to_read(place, [*record], s)
-    key = record.get(s.id_field) if s.id_field else None
-    if not isinstance(text, str):
-        raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field of '
-                        'prepare_fineweb.py')
-    # replace lone surrogates, which UTF-8 cannot encode, with question marks
-    text = text.encode(errors='replace').decode()
-    return split, text if key is None else str(key).encode(errors='replace').decode(), text
-
-
-def split_of(text: str, val_share: float = VAL_SHARE, val_hash: str = 'sha256') -> str:
-    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
-    return 'val' if hash_share(text, val_hash) < val_share else 'train'
-
-
-def hash_share(text: str, val_hash: str) -> float:
+def hash_fraction(text: str, val_hash: str) -> float:
     """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
     if val_hash == 'md5':
         return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
 
 
-def with_splits(batches: Iterator[tuple], val_share: float, by_text: bool, val_hash: str) -> Iterator[tuple]:
-    """Yield (next state, [(split, text) or None]). by_text: split by the text, not by the key."""
-    for state, batch in batches:
-        yield state, [found and (found[0] or split_of(found[2 if by_text else 1], val_share, val_hash), found[2])
-                      for found in batch]
+def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha256') -> str:
+    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
+    return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
 
 
-def fitting_share(read: Callable, s, max_tokens: int | None = None, by_text: bool = False) -> tuple[float, bool]:
-    """Return (val_share, by_text) for `with_splits`, and print changes from the settings.
+def split_documents(source: Source, val_fraction: float, by_text: bool, state: dict | None = None) -> Iterator[tuple]:
+    """Yield (next state, (split, text) or None). by_text: texts choose the split, not ids."""
+    for next_state, found in source.documents(state):
+        if found is None:
+            yield next_state, None
+        else:
+            split = split_of(found.text if by_text else found.key, val_fraction, source.s.val_hash)
+            yield next_state, (found.split or split, found.text)
 
-    Raises val_share to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
+
+def fitting_split(source: Source, max_tokens: int | None = None) -> tuple[float, bool]:
+    """Return (val_fraction, by_text) for `split_documents`, and print changes from the settings.
+
+    Raises val_fraction to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
     by_text: True if all documents have one id. Stops reading after enough documents or max_tokens
     bytes, because a document rarely has more tokens than bytes.
     """
-    shares, n_val, n_bytes = [], 0, 0
-    for split, key, text in (found for _, batch in read(None) for found in batch if found):
-        if split:
+    s, by_key, by_text, n_val, n_bytes = source.s, [], [], 0, 0  # the hashes of all keys, and of all texts
+    for found in (found for _, found in source.documents() if found):
+        if found.split:
             print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
-            return s.val_share, False
-        shares.append(hash_share(text if by_text else key, s.val_hash))
-        n_val += shares[-1] < s.val_share
-        n_bytes += len(text.encode()) + 1
-        if (n_val >= MIN_VAL_DOCUMENTS and shares[-1] != shares[0]) or (max_tokens and n_bytes >= max_tokens):
+            return s.val_fraction, False
+        by_key.append(hash_fraction(found.key, s.val_hash))
+        by_text.append(hash_fraction(found.text, s.val_hash))
+        n_val += by_key[-1] < s.val_fraction
+        n_bytes += len(found.text.encode()) + 1
+        if (n_val >= MIN_VAL_DOCUMENTS and by_key[-1] != by_key[0]) or (max_tokens and n_bytes >= max_tokens):
             break
-    n, n_ids = len(shares), len(set(shares))
-    if n_ids < n and not by_text and key != text:
+    n, n_ids = len(by_key), len(set(by_key))
+    is_one_id = n_ids == 1 < n and by_text != by_key
+    if n_ids < n and by_text != by_key:
         print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
-              + ('documents with the same id are in the same split (--id_field=None: split by text)' if n_ids > 1 else
-                 'splitting by text instead'), flush=True)
-        if n_ids == 1:
-            return fitting_share(read, s, max_tokens, by_text=True)
-    enough = min(MIN_VAL_DOCUMENTS, max(1, n // 20))
+              + ('splitting by text instead' if is_one_id else
+                 'documents with the same id are in the same split (--id_field=None: split by text)'), flush=True)
+    hashes = sorted(by_text if is_one_id else by_key)
+    n_val, enough = bisect.bisect_left(hashes, s.val_fraction), min(MIN_VAL_DOCUMENTS, max(1, n // 20))
     if n_val >= enough:
-        return s.val_share, by_text
-    val_share = math.nextafter(sorted(shares)[enough - 1], 1)
-    print(f'val_share = {s.val_share:g} leaves {n_val} of {n:,} documents for validation: raised to '
-          f'{val_share:.2g}, which leaves {sum(share < val_share for share in shares):,}', flush=True)
-    return val_share, by_text
+        return s.val_fraction, is_one_id
+    val_fraction = math.nextafter(hashes[enough - 1], 1)
+    print(f'val_fraction = {s.val_fraction:g} leaves {n_val} of {n:,} documents for validation: raised to '
+          f'{val_fraction:.2g}, which leaves {bisect.bisect_left(hashes, val_fraction):,}', flush=True)
+    return val_fraction, is_one_id

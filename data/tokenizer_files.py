@@ -1,7 +1,10 @@
 """Tokenizers of other libraries: tiktoken's GPT-2, tokenizer.json, SentencePiece."""
 import json
 import re
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from common.files import UserError, read_json
 
@@ -43,9 +46,15 @@ def gpt2(name: str) -> dict:
         raise UserError(f'the GPT-2 tokenizer could not be loaded from {"the network" if name == "gpt2" else name} '
                         f'({error}): set TIKTOKEN_CACHE_DIR to a folder that tiktoken has downloaded it to, or give '
                         '--tokenizer=FOLDER with encoder.json and vocab.bpe')
-    # not encode_ordinary, which panics on a million spaces
-    return dict(n_ids=50257, eos_id=50256, encode=lambda text: bpe.encode(text, disallowed_special=()),
-                decode=bpe.decode_bytes, encode_document=lambda text: bpe.encode_to_numpy(text, disallowed_special=()))
+
+    def encode(text):  # not with encode_ordinary, which panics where this raises ValueError
+        try:
+            return bpe.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a run of hundreds of thousands of blanks
+            middle = len(text) // 2
+            return np.concatenate([encode(text[:middle]), encode(text[middle:])])
+    return dict(n_ids=50257, eos_id=50256, encode=lambda text: encode(text).tolist(), encode_plain=encode,
+                token_bytes=bpe.decode_single_token_bytes)
 
 
 def huggingface(path: Path, eos_token: str | None = None) -> dict:
@@ -72,25 +81,24 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
         byte_of = bytes_of_gpt2_characters()
         added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
 
-    def encode(text):
-        fast.encode_special_tokens = False
-        return fast.encode(text, add_special_tokens=False).ids
-
     names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
     inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
 
-    def encode_document(text):
-        fast.encode_special_tokens = True  # '<|endoftext|>' in a document is ordinary text
-        ids = fast.encode(text, add_special_tokens=False).ids
-        if eos in ids or bos in ids:  # a Unigram model may still match it: split it in two
-            ids = [i for part in re.split(inside, text) for i in fast.encode(part, add_special_tokens=False).ids]
+    def encode(text, is_plain=False):
+        if fast.encode_special_tokens != is_plain:
+            fast.encode_special_tokens = is_plain
+        ids = fast.encode_batch_fast([text], add_special_tokens=False)[0].ids  # releases Python's lock, unlike `encode`
+        if is_plain and (eos in ids or bos in ids):  # a Unigram model may still match it: split it in two
+            parts = fast.encode_batch_fast(re.split(inside, text), add_special_tokens=False)
+            ids = [i for part in parts for i in part.ids]
         return ids
 
-    def decode(ids):
-        return b''.join(added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
-                        for i in ids if i not in (bos, eos))
-    return dict(n_ids=max(vocabulary.values()) + 1, eos_id=eos, encode=encode, decode=decode,
-                encode_document=encode_document, bos_id=bos, decode_text=fast.decode)
+    def token_bytes(i):
+        if i in (bos, eos):
+            return b''
+        return added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
+    return dict(n_ids=max(vocabulary.values()) + 1, eos_id=eos, bos_id=bos, encode=encode,
+                encode_plain=partial(encode, is_plain=True), token_bytes=token_bytes, to_text=fast.decode)
 
 
 def bytes_of_gpt2_characters() -> dict[str, int]:
@@ -111,17 +119,16 @@ def sentence_piece(path: Path) -> dict:
     if model.eos_id() < 0:
         raise UserError(f'{path} has no eos piece: train the SentencePiece model with one')
 
-    def decode(ids):
-        return b''.join(piece_bytes(model.id_to_piece(i)) for i in ids if not model.is_control(i))
-    n_blanks = int(decode(model.encode('a')).startswith(b' '))  # spaces that the model adds before a text
+    def token_bytes(i):
+        return b'' if model.is_control(i) else piece_bytes(model.id_to_piece(i))
+    n_blanks = int(token_bytes(model.encode('a')[0]).startswith(b' '))  # spaces that the model adds before a text
 
-    def decode_text(ids):
+    def to_text(ids):  # as transformers does: model.decode writes unknown tokens as question marks
         from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
         pieces = [model.id_to_piece(i) for i in ids if not (model.is_control(i) or model.is_unknown(i))]
         return Sequence([Replace('\u2581', ' '), ByteFallback(), Fuse(), Strip(' ', n_blanks, 0)]).decode(pieces)
-    bos = model.bos_id() if model.bos_id() >= 0 else None
-    return dict(n_ids=model.vocab_size(), eos_id=model.eos_id(), encode=model.encode, decode=decode, bos_id=bos,
-                decode_text=decode_text)
+    return dict(n_ids=model.vocab_size(), eos_id=model.eos_id(), bos_id=model.bos_id() if model.bos_id() >= 0 else None,
+                encode=model.encode, token_bytes=token_bytes, to_text=to_text)
 
 
 def piece_bytes(piece: str, byte_of: dict[str, int] | None = None) -> bytes:

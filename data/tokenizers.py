@@ -1,7 +1,7 @@
 """Tokenizers by name or file: read `load_tokenizer` first."""
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +14,27 @@ TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json',
 
 @dataclass
 class Tokenizer:
-    """A tokenizer. decode returns bytes, because a token may end inside a character."""
+    """Convert between text and ids 0 ... n_ids - 1, with one or two functions of the library."""
 
     name: str
-    n_ids: int  # ids 0 ... n_ids - 1, including eos
-    eos_id: int
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], bytes]
-    encode_document: Callable | None = None  # encodes '<|endoftext|>' as text; list or array
+    n_ids: int  # including eos
+    eos_id: int  # ends each document
+    encode: Callable[[str], list[int]]  # text -> ids; '<|endoftext|>' may be read as eos
+    token_bytes: Callable[[int], bytes]  # a token may end inside a character
     bos_id: int | None = None  # start-of-document token, if there is one
-    decode_text: Callable | None = None  # decodes to str as transformers does, if that differs
+    encode_plain: Callable | None = None  # as `encode`, but '<|endoftext|>' is text; ids in a list or array
+    to_text: Callable[[list[int]], str] | None = None  # as the library decodes, if not byte by byte
     start: tuple[int, ...] = ()  # prefix of documents and prompts: bos if `load_tokenizer(bos=True)`
+
+    def prompt(self, text: str) -> list[int]:
+        """Return a prompt's ids: start and text. An empty prompt is bos or eos."""
+        return [*self.start, *self.encode(text)] or [self.eos_id]
+
+    def decode(self, ids) -> bytes:
+        return b''.join(map(self.token_bytes, ids))
+
+    def decode_text(self, ids) -> str:
+        return self.to_text(ids) if self.to_text else self.decode(ids).decode(errors='replace')
 
 
 def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tokenizer:
@@ -47,23 +57,8 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no bos token, such as <s>: leave out --bos')
-    plain, document = tokenizer.encode, tokenizer.encode_document or tokenizer.encode
-    return replace(tokenizer, start=(tokenizer.bos_id,) if bos else (),
-                   encode=lambda text: encode_robustly(name, plain, text),
-                   encode_document=lambda text: encode_robustly(name, document, text))
-
-
-def encode_robustly(name: str, encode: Callable, text: str):
-    """Encode a text. If the library fails, for example on a million spaces, encode it in halves."""
-    try:
-        return encode(text)
-    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a Rust panic is not an Exception
-        if len(text) < 1000:
-            raise UserError(f'the tokenizer {name} cannot encode {text[:50]!r} ({error}): use another tokenizer')
-    middle = len(text) // 2
-    return [*encode_robustly(name, encode, text[:middle]), *encode_robustly(name, encode, text[middle:])]
+    tokenizer.start = (tokenizer.bos_id,) if bos else ()
+    return tokenizer
 
 
 def tokenizer_digest(name) -> str | None:
@@ -98,8 +93,9 @@ def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
 
 def byte_tokenizer() -> Tokenizer:
     """Return the byte tokenizer: 256 bytes, then eos."""
-    return Tokenizer('byte', 257, 256, lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256),
-                     lambda text: np.frombuffer(text.encode(), np.uint8))
+    return Tokenizer('byte', 257, 256, encode=lambda text: list(text.encode()),
+                     encode_plain=lambda text: np.frombuffer(text.encode(), np.uint8),
+                     token_bytes=lambda i: bytes([i]) if i < 256 else b'')
 
 
 def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
@@ -116,11 +112,9 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
             if symbol not in id_of:
                 raise UserError(f'unknown symbol {symbol!r} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
         return [id_of[symbol] for symbol in found]
-
-    def decode(ids):
-        return ''.join(' ' + symbols[i] for i in ids if i < len(symbols)).encode()
-    return Tokenizer(name, len(symbols) + 1, len(symbols), encode, decode,
-                     decode_text=lambda ids: decode(ids).decode().removeprefix(' '))
+    return Tokenizer(name, len(symbols) + 1, len(symbols), encode,
+                     token_bytes=lambda i: f' {symbols[i]}'.encode() if i < len(symbols) else b'',
+                     to_text=lambda ids: ' '.join(symbols[i] for i in ids if i < len(symbols)))
 
 
 def symbol_pattern(symbols: list[str]) -> str:

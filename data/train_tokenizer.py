@@ -8,11 +8,10 @@ a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=bpe16k.json.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from common.files import UserError, friendly_errors, write_file
 from common.settings import check_ranges, load_settings
-from data.sources import TEXTS, open_source
+from data.sources import Reading, Source
 from data.tokenizer_files import EOS_NAMES
 from data.tokenizers import load_tokenizer
 
@@ -43,9 +42,9 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError("no texts given. Usage: python -m data.train_tokenizer 'texts/*.txt' --vocab_size=16000")
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
-        of_texts = SimpleNamespace(**vars(TEXTS) | {'split_at': s.split_at})
-        batches = (batch for name in names for _, batch in open_source(name, of_texts)[0](None))
-        texts = (found[2] for batch in batches for found in batch if found)  # a long text takes 80x its size in RAM
+        reading = Reading(id_field=None, split_at=s.split_at)
+        found = (found for name in names for _, found in Source(name, reading).documents() if found)
+        texts = (document.text for document in found)  # a long one would take 80 times its size in memory
         parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))
         write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')

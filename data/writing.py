@@ -20,14 +20,14 @@ WORD_END = re.compile(r'(?<=\S)(?=\s)|(?<=\S)\b')  # not after spaces: their tok
 class ShardWriter:
     """Write the shards of a data folder: `add` documents, then `finish`. Documents are not split.
 
-    splits: {split: {'tokens', 'documents', 'bytes', 'shards'}} as of an interrupted writer's last
-    `flush`. Its shards are checked against their checksums, and writing continues after them.
+    splits: {split: {'tokens', 'documents', 'bytes', 'shards'}}, which is updated. If it is that of
+    an interrupted writer's last `flush`, its shards are checked, and writing continues after them.
     """
 
     def __init__(self, folder, tokenizer, shard_tokens, splits=None):
         self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
         self.dtype = dtype_of(tokenizer)
-        self.splits = splits or {}
+        self.splits = {} if splits is None else splits
         self.files = {}  # {split: open file of its current shard}
         for split, info in self.splits.items():
             for shard in info['shards']:
@@ -118,7 +118,7 @@ def dtype_of(tokenizer: Tokenizer) -> str:
 
 def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Return the ids of a document with eos, and bos if the tokenizer was loaded with it."""
-    pieces = encoded_pieces(tokenizer.encode_document, text)
+    pieces = encoded_pieces(tokenizer.encode_plain or tokenizer.encode, text)
     parts = chain([tokenizer.start], pieces, [[tokenizer.eos_id]])
     return np.concatenate([np.asarray(ids, dtype_of(tokenizer)) for ids in parts])
 

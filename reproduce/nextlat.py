@@ -15,7 +15,7 @@ MULTI = 'nextlat', 'mtp', 'jtp'  # models with a horizon d
 FINEWEB = ['ntp', 'nextlat_d1', 'nextlat_d2', *(f'{m}_d{d}' for m in ('mtp', 'jtp') for d in (1, 2, 4, 8))]
 DRAFTS = [f'fineweb_{name}' for name in FINEWEB if name[-2:] in ('d1', 'd2', 'd4')]
 DOMAINS = 'data/built/domains'
-PREPARE = f'--val_share=0.9 --max_tokens=1e7 --out_dir={DOMAINS}'
+PREPARE = f'--val_fraction=0.9 --max_tokens=1e7 --out_dir={DOMAINS}'
 STORIES = 'TinyStoriesV2-GPT4-train.txt'
 MARK = "--split_at='<|endoftext|>'"
 
@@ -81,7 +81,7 @@ TABLES = {
     'drafts': [f'python -m analysis.speculative {runs(*DRAFTS)} --out=out/speculative',
                f'python prepare_fineweb.py wikimedia/wikipedia --config=20231101.en --shuffle=200_000'
                f' {PREPARE}/wikipedia',
-               'python prepare_fineweb.py lucadiliello/bookcorpusopen --id_field=None --val_share=0.9'
+               'python prepare_fineweb.py lucadiliello/bookcorpusopen --id_field=None --val_fraction=0.9'
                f' --max_tokens=2e8 --out_dir={DOMAINS}/books',
                f'python prepare_fineweb.py stack_edu --id_field=blob_id {PREPARE}/code',
                f'python prepare_fineweb.py open-web-math/open-web-math --id_field=url --shuffle=20_000 {PREPARE}/math',

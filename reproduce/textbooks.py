@@ -1,7 +1,7 @@
 r"""Build the text of our SPS trials: six OpenStax textbooks as one .jsonl file, a section per line.
 
     python reproduce/textbooks.py textbooks.jsonl [--clones=FOLDER]
-    python prepare_fineweb.py textbooks.jsonl --tokenizer=byte --val_share=0.05 \
+    python prepare_fineweb.py textbooks.jsonl --tokenizer=byte --val_fraction=0.05 \
         --out_dir=data/built/textbooks
 
 Reads philschatz/NAME-book on GitHub (CC BY 3.0, (c) 2014 OpenStax College) at fixed commits, cloned

@@ -30,8 +30,8 @@ def prepared(tokenizer, tmp_path_factory):
     pytest.importorskip('datasets')
     folder = tmp_path_factory.mktemp('bos')
     (folder / 'texts.jsonl').write_text(''.join(json.dumps({'text': text, 'id': text}) + '\n' for text in TEXTS))
-    succeeded(run('prepare_fineweb.py', folder / 'texts.jsonl', f'--tokenizer={tokenizer}', '--bos', '--val_share=0.3',
-                  '--workers=1', f'--out_dir={folder}/data'))
+    succeeded(run('prepare_fineweb.py', folder / 'texts.jsonl', f'--tokenizer={tokenizer}', '--bos',
+                  '--val_fraction=0.3', '--workers=1', f'--out_dir={folder}/data'))
     return folder / 'data'
 
 

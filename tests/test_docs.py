@@ -33,6 +33,7 @@ def test_commands_on_the_pages_exist(page):
             wrong.append(name)
             continue
         sources = [script, *(ROOT / path for path in ALL_SETTINGS if name == 'train.py' or 'compare' in name)]
+        sources += [ROOT / 'data/sources.py'] * (name == 'prepare_fineweb.py')  # its Settings extend Reading
         code = '\n'.join(path.read_text() for path in sources)
         wrong += [f'{name} --{option}' for option in re.findall(r'--(\w+)', arguments) if not re.search(
             rf'\b{option}\b', code) and option not in ('help', 'toy')]

@@ -54,7 +54,7 @@ TASK = 'path_star:degree=2,length=3,nodes=8,train_rows=20,val_rows=4'
 CONFIG = {'data': 'data', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2, 'max_tokens': 96,
           'warmup_tokens': 16, 'eval_interval': 2, 'eval_tokens': 32, 'log_interval': 1, 'save_interval': 2,
           'sample_tokens': 2, 'threads': 1, 'device': 'cpu', 'dtype': 'float32'}
-PREPARE = '--tokenizer=byte --val_share=0.3 --workers=1'
+PREPARE = '--tokenizer=byte --val_fraction=0.3 --workers=1'
 COMMANDS = {  # name: share of the inputs, and working commands in the folder that `base` makes
     'train': (0.33, ['config.py --out_dir=new --dry_run',
                      'config.py --out_dir=new --dry_run --init_from=standard',

@@ -1,10 +1,12 @@
 """Reading files, patterns and folders; training and preparation read texts alike."""
 import csv
 import gzip
+import itertools
 import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from conftest import byte_documents, prepare, prepared, succeeded
@@ -12,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
-import prepare_fineweb
 from common.files import UserError, warn_once
 from data import sources
 from data.shards import Data
-from data.sources import hash_share, split_of
+from data.sources import hash_fraction, split_of
 from reproduce import textbooks
 
 pa = pytest.importorskip('pyarrow')
@@ -30,18 +31,21 @@ def built(tmp_path, monkeypatch):
     return tmp_path / 'built'
 
 
-def options(**given):
-    return prepare_fineweb.Settings(tokenizer='byte', **given)
+def source_of(name, **given):
+    return sources.Source(str(name), sources.Reading(**given))
 
 
-def read(source, state=None, **given):
-    """Return [(next state, [document])] of a source."""
-    s = options(**given)
-    return list(sources.open_source(str(source), s)[0](state))
+def texts(source, state=None):
+    return [found.text for _, found in source.documents(state) if found]
 
 
-def texts(batches):
-    return [found[2] for _, batch in batches for found in batch if found]
+def assert_resumes(source):
+    """Read 23 documents at a time, each time from the JSON of the state before."""
+    found, state = [], None
+    while part := [*itertools.islice(source.documents(json.loads(json.dumps(state))), 23)]:
+        found += [document for _, document in part]
+        state = part[-1][0]
+    assert found == [document for _, document in source.documents()]
 
 
 # ---- formats ----
@@ -87,21 +91,20 @@ def files(request, tmp_path_factory):
 
 def test_folders_patterns_and_files_are_read_alike(files):
     folder, kind = files
-    by_file = [found for i in range(3) for found in texts(read(folder / f'{i}.{kind}'))]
+    by_file = [found for i in range(3) for found in texts(source_of(folder / f'{i}.{kind}'))]
     assert by_file == WITH_TEXT
-    assert all(texts(read(source)) == by_file for source in (folder, f'{folder}/*.{kind}', f'{folder}/*'))
-    left_out = [found for _, batch in read(folder) for found in batch].count(None)
-    assert left_out == 2  # records without a text
+    assert all(texts(source_of(name)) == by_file for name in (folder, f'{folder}/*.{kind}', f'{folder}/*'))
+    assert [found for _, found in source_of(folder).documents()].count(None) == 2  # records without a text
     with pytest.raises(UserError, match=r"field 'body'; fields: id, text, column_0, mixed"):
-        read(folder, text_field='body')
+        texts(source_of(folder, text_field='body'))
 
 
 def test_training_reads_records_as_bytes(files, built):
     """Of a file or a folder; records without text are left out."""
     folder, kind = files
-    for path, n in ((folder, len(WITH_TEXT)), (folder / f'0.{kind}', len(texts(read(folder / f'0.{kind}'))))):
+    for path in (folder, folder / f'0.{kind}'):
         d = data.open_data(str(path))
-        assert sum(split['documents'] for split in d.splits.values()) == n and d.n_ids == 257
+        assert sum(split['documents'] for split in d.splits.values()) == len(texts(source_of(path))) and d.n_ids == 257
     (folder / 'README.jsonl').write_text('{"body": "a"}\n')
     with pytest.raises(UserError, match='--text_field of prepare_fineweb.py' if 'json' in kind else 'of one format'):
         data.open_data(str(folder / 'README.jsonl' if 'json' in kind else folder))
@@ -115,32 +118,30 @@ def test_records_of_other_tools_are_read(name, indent, tmp_path):
                for i, line in enumerate(LINES)]
     lines = '\ufeff' + ''.join(json.dumps(record, indent=indent) + '\n' for record in records)
     (tmp_path / name).write_bytes(gzip.compress(lines.encode()) if name.endswith('.gz') else lines.encode())
-    found = [document for _, batch in read(tmp_path / name) for document in batch if document]
-    assert [text for *_, text in found] == LINES
-    assert [key for _, key, _ in found] == [str(i) if i % 3 == 2 else line for i, line in enumerate(LINES)]
+    found = [document for _, document in source_of(tmp_path / name).documents() if document]
+    assert [document.text for document in found] == LINES
+    assert [document.key for document in found] == [str(i) if i % 3 == 2 else line for i, line in enumerate(LINES)]
 
 
 def test_some_but_not_all_records_may_lack_text(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"id": 1, "body": "a"}\n{"id": 2, "text": null}\n' * 300)
     with pytest.raises(UserError, match="a.jsonl has no text in field 'text'; fields: id, body. Set --text_fi"):
-        read(path)
+        texts(source_of(path))
     path.write_text(path.read_text() + '{"id": 3, "text": "at last"}\n')
-    assert texts(read(path)) == ['at last'] and sum(len(batch) for _, batch in read(path)) == 601
+    assert texts(source_of(path)) == ['at last'] and len([*source_of(path).documents()]) == 601
 
 
 @pytest.mark.parametrize('shuffle', [0, 100])
-def test_reading_can_resume_from_any_batch(files, shuffle, monkeypatch):
-    monkeypatch.setattr(sources, 'BATCH', 30)
-    whole = read(files[0], shuffle=shuffle)
-    assert sorted(texts(whole)) == sorted(WITH_TEXT)
-    for i, (state, _) in enumerate(whole):
-        assert read(files[0], json.loads(json.dumps(state)), shuffle=shuffle) == whole[i + 1:]
+def test_reading_can_resume_from_any_document(files, shuffle):
+    source = source_of(files[0], shuffle=shuffle)
+    assert sorted(texts(source)) == sorted(WITH_TEXT)
+    assert_resumes(source)
 
 
 def test_shuffling_mixes_files_and_documents(tmp_path):
     write(tmp_path / 'files', 'jsonl', [{'id': i, 'text': line} for i, line in enumerate(LINES)], n_files=8)
-    order = [LINES.index(text) for text in texts(read(tmp_path / 'files', shuffle=250))]
+    order = [LINES.index(text) for text in texts(source_of(tmp_path / 'files', shuffle=250))]
     assert sorted(order) == [*range(400)] and sum(b == a + 1 for a, b in zip(order, order[1:])) < 20
     assert len({i // 50 for i in order[:50]}) > 2 and len({i // 50 for i in order[:250]}) == 5  # a block: 5 files
 
@@ -156,24 +157,22 @@ def test_other_formats_are_read_with_the_datasets_library(kind, tmp_path, monkey
     else:
         found = found.with_format('numpy')  # the format is saved, too
         (datasets.DatasetDict(train=found) if kind == 'saved dict' else found).save_to_disk(tmp_path / 'source')
-    whole = read(tmp_path / 'source')
-    assert texts(whole) == LINES
-    for i, (state, _) in enumerate(whole):
-        assert texts(read(tmp_path / 'source', json.loads(json.dumps(state)))) == texts(whole[i + 1:])
+    assert texts(source_of(tmp_path / 'source')) == LINES
+    assert_resumes(source_of(tmp_path / 'source'))
     if kind != 'saved':
         with pytest.raises(UserError, match='could not be opened'):
-            read(tmp_path / 'source', split='test')
+            source_of(tmp_path / 'source', split='test')
 
 
-@pytest.mark.parametrize('kind', ['parquet', 'jsonl.gz'])
-def test_files_of_a_configuration_may_have_different_columns(kind, tmp_path):
-    write(tmp_path / 'files', kind, RECORDS)
-    (tmp_path / 'files/README.md').write_text(f'---\nconfigs:\n- config_name: all\n  data_files: "*.{kind}"\n---\n')
-    assert texts(read(tmp_path / 'files', config='all')) == WITH_TEXT
-    with pytest.raises(UserError, match="has no field 'url'"):
-        read(tmp_path / 'files', config='all', id_field='url')
+def test_a_copy_of_a_dataset_is_read_with_its_configurations(tmp_path, monkeypatch):
+    """By the library, which reads the text and the id only: other columns differ between files."""
+    monkeypatch.setattr(sources, 'BATCH', 30)
+    write(tmp_path / 'files', 'parquet', RECORDS)
+    (tmp_path / 'files/README.md').write_text('---\nconfigs:\n- config_name: all\n  data_files: "*.parquet"\n---\n')
+    assert texts(source_of(tmp_path / 'files', config='all')) == WITH_TEXT
+    assert_resumes(source_of(tmp_path / 'files', config='all', shuffle=100))
     with pytest.raises(UserError, match='could not be opened'):
-        read(tmp_path / 'files', config='other')
+        source_of(tmp_path / 'files', config='other')
 
 
 # ---- texts ----
@@ -198,7 +197,7 @@ def test_each_text_file_is_one_document_in_training_and_preparation(tmp_path, bu
     d = data.open_data(str(tmp_path / 'texts'))
     train, val = (byte_documents(d.folder, split) for split in ('train', 'val'))
     assert sorted(train + val) == sorted(f'{line}\n{i}' for i, line in enumerate(LINES)) and 10 <= len(val) < 100
-    prepared(tmp_path / 'texts', tmp_path / 'out', '--val_share=0.05')
+    prepared(tmp_path / 'texts', tmp_path / 'out', '--val_fraction=0.05')
     assert [byte_documents(tmp_path / 'out', split) for split in ('train', 'val')] == [train, val]
     assert data.open_data(str(tmp_path / 'texts')).sha256 == d.sha256 and len([*built.glob('texts-*')]) == 1
     (tmp_path / 'texts/0.txt').write_text('Another text.')  # makes it different data
@@ -212,44 +211,48 @@ STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in rang
 def test_literal_end_of_text_markers_are_reported_and_can_split_documents(marker, tmp_path, capfd):
     warn_once.cache_clear()
     (tmp_path / 'stories.txt').write_text(f'\n{marker}\n'.join(STORIES) + marker)
-    assert texts(read(tmp_path / 'stories.txt', split_at=marker)) == STORIES and capfd.readouterr().err == ''
+    assert texts(source_of(tmp_path / 'stories.txt', split_at=marker)) == STORIES and capfd.readouterr().err == ''
     lines = (tmp_path / 'stories.txt').read_text().splitlines()
-    assert texts(read(tmp_path / 'stories.txt', split_lines=True)) == list(filter(None, lines))
-    assert len(texts(read(tmp_path / 'stories.txt'))) == 2
+    assert texts(source_of(tmp_path / 'stories.txt', split_lines=True)) == list(filter(None, lines))
+    assert len(texts(source_of(tmp_path / 'stories.txt'))) == 2
     assert capfd.readouterr().err.count(f"--split_at='{marker}'") == 1
 
 
 # ---- which documents are validation data ----
 
+def source_with_ids(ids, **given):
+    s = sources.Reading(**given)
+    return SimpleNamespace(s=s, documents=lambda: [
+        ({}, sources.Document(None, str(key), line)) for key, line in zip(ids, itertools.cycle(LINES))])
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(n=st.integers(2, 600), share=st.sampled_from([1e-9, 0.001, 0.02, 0.5]),
+@given(n=st.integers(2, 600), fraction=st.sampled_from([1e-9, 0.001, 0.02, 0.5]),
        val_hash=st.sampled_from(['md5', 'sha256']))
-def test_val_share_is_raised_only_as_far_as_needed(n, share, val_hash):
-    s = options(val_share=share, val_hash=val_hash)
-    keys = [str(i) for i in range(n)]
-    fitting, by_text = sources.fitting_share(lambda state: [(None, [(None, key, 'a text') for key in keys])], s)
-    n_val = sum(split_of(key, fitting, val_hash) == 'val' for key in keys)
+def test_val_fraction_is_raised_only_as_far_as_needed(n, fraction, val_hash):
+    source = source_with_ids(range(n), val_fraction=fraction, val_hash=val_hash)
+    fitting, by_text = sources.fitting_split(source)
+    n_val = sum(split_of(str(i), fitting, val_hash) == 'val' for i in range(n))
     enough = min(10, max(1, n // 20))
-    if fitting == share:
+    if fitting == fraction:
         assert n_val >= enough
     else:
-        assert n_val == enough and sum(hash_share(key, val_hash) < share for key in keys) < enough
+        assert n_val == enough and sum(hash_fraction(str(i), val_hash) < fraction for i in range(n)) < enough
 
 
-@pytest.mark.parametrize('n_ids, said', [(90, ''), (3, '90 documents have 3 in field'), (1, '90 documents have 1 in')])
-def test_repeated_ids_are_reported_and_shares_count_documents(n_ids, said, tmp_path):
-    records = [{'id': i % n_ids, 'text': line} for i, line in enumerate(LINES[:90])]
-    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, records)))
-    result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_share=1e-9'))
-    assert said in result.stdout and ('repeated ids' in result.stdout) == (said != '')
-    n_val = {90: 4, 3: 30, 1: 4}[n_ids]  # 5% of the documents, or all of an id
-    assert 'leaves 0 of 90 documents for validation: raised to' in result.stdout
-    assert f'which leaves {n_val}\n' in result.stdout and Data(tmp_path / 'out').splits['val']['documents'] == n_val
+@pytest.mark.parametrize('n_ids, n_val, said', [(90, 4, ''), (3, 30, '90 documents have 3 in field'),
+                                                (1, 4, '90 documents have 1 in field')])
+def test_repeated_ids_are_reported_and_fractions_count_documents(n_ids, n_val, said, capsys):
+    """5% of the documents are validation data, or all of an id."""
+    _, by_text = sources.fitting_split(source_with_ids([i % n_ids for i in range(90)], val_fraction=1e-9))
+    found = capsys.readouterr().out
+    assert said in found and ('repeated ids' in found) == (said != '') and by_text == (n_ids == 1)
+    assert 'leaves 0 of 90 documents for validation: raised to 0.' in found and f'which leaves {n_val}\n' in found
 
 
-def test_val_share_considers_only_documents_within_max_tokens(tmp_path):
+def test_val_fraction_considers_only_documents_within_max_tokens(tmp_path):
     write(tmp_path / 'files', 'jsonl', RECORDS)
-    result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_share=0.03'))
+    result = succeeded(prepare(tmp_path / 'files', tmp_path / 'out', '--max_tokens=1000', '--val_fraction=0.03'))
     assert "1 records without text in field 'text' were skipped" in result.stdout  # only of those read
     splits = Data(tmp_path / 'out').splits
     assert splits['val']['documents'] >= 1 and 1000 <= sum(split['tokens'] for split in splits.values()) < 1100
@@ -277,7 +280,7 @@ def test_unreadable_sources_are_reported_with_file_and_line(tmp_path, name, cont
     (tmp_path / 'docs').mkdir()
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(sentence)):
-        read(tmp_path / name.removesuffix('/page.md'))
+        texts(source_of(tmp_path / name.removesuffix('/page.md')))
 
 
 # ---- reproduce/textbooks.py ----

@@ -12,7 +12,7 @@ All models have as many parameters as Standard within 1%, including p_psi of Nex
 Standard's training FLOPs. Each model's learning rate is searched with seed 0 at equal tokens; then
 other seeds train for equal tokens, equal FLOPs and equal time (as long as Standard, at the fastest
 seed's speed). Decoding is timed for the runs with equal FLOPs. Writes RESULTS.md, shootout.csv,
-shootout.png, shootout_gaps.png and report.html (`analysis.report`) to out_dir.
+shootout.png and shootout_gaps.png to out_dir.
 """
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from analysis import compare, figures, report
+from analysis import compare, figures
 from analysis.compare import make_method, one_dtype, set_best_rates, speed, train_seeds
-from bench import decoding_speeds, markdown_table, one_line, where_and_when
-from common.files import UserError, friendly_errors, write_file
+from bench import decoding_speeds, one_line, where_and_when
+from common.files import UserError, friendly_errors
 from common.machine import decoding_dtype, pick_device
 from common.models import count_parameters, meta_model
 from common.run_settings import model_config
@@ -197,7 +197,8 @@ def markdown(rows: list[dict], s: Settings) -> str:
               'Batch size 1, after the given number of random context tokens. The models were trained on windows of '
               f'{s.block_size} tokens, so with longer contexts only times and sizes are meaningful. Bytes are the size '
               'of the cache for that context, in the dtype of the weights.', '',
-              markdown_table(decoding), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '',
+              figures.markdown_table(decoding), '',
+              '![loss over training FLOPs, decoding time and state](shootout.png)', '',
               '![loss minus that of Standard](shootout_gaps.png)', '']
     return '\n'.join(lines)
 
@@ -209,7 +210,7 @@ def limit(rows: list[dict]) -> float:
     return ends[-2] if len(ends) > 1 and ends[-1] > 3 * ends[-2] else ends[-1]
 
 
-def plot(rows: list[dict], path, unit: str) -> None:
+def plot(rows: list[dict], unit: str):
     """Draw loss over training FLOPs (all budgets), decoding time and state size (equal FLOPs).
 
     unit: of the loss, 'nats per token'. A loss above the axis is a triangle with its value.
@@ -223,40 +224,38 @@ def plot(rows: list[dict], path, unit: str) -> None:
                lambda r: r[f'state_bytes_{length}'] / 1e6)]
     figure, all_axes = figures.new_figure('', 1, 3, figsize=(8.3, 4.6), sharey=True)
     top = at_equal_flops[0]['loss'] + 1.1 * limit(at_equal_flops)
+    color_of = {label: style['color'] for label, style in figures.styles(r['model'] for r in rows).items()}
     for axes, (shown, xlabel, title, x_of) in zip(all_axes, panels):
-        for label, points, style in figures.styled(figures.by_label([r | {'label': r['model']} for r in shown])):
-            points = sorted(points, key=x_of)
+        for label, color in color_of.items():
+            points = sorted([r for r in shown if r['model'] == label], key=x_of)
             inside = [r for r in points if r['loss'] <= top]
             axes.errorbar([x_of(r) for r in inside], [r['loss'] for r in inside],
-                          [[0 if r['low'] is None else r['high'] - r['loss'] for r in inside]] * 2, marker='o',
-                          markersize=4, capsize=3, linewidth=1, label=label, color=style['color'])
+                          [0 if r['low'] is None else r['high'] - r['loss'] for r in inside], marker='o',
+                          markersize=4, capsize=3, linewidth=1, label=label, color=color)
             for i, r in enumerate(r for r in points if r['loss'] > top):
-                axes.plot(x_of(r), top, marker='^', color=style['color'], clip_on=False)
+                axes.plot(x_of(r), top, marker='^', color=color, clip_on=False)
                 axes.annotate(f'{r["loss"]:.2f}', (x_of(r), top), (3, -14 - 12 * i), textcoords='offset points',
-                              color=style['color'])
+                              color=color)
         axes.set_xscale('log')
         figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=xlabel, title=title)
     lowest = min(r['loss'] for r in rows)
     all_axes[0].set(ylabel=f'validation loss, {unit}', ylim=(lowest - 0.1 * (top - lowest), top))
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4,
-                  title='Bars: 95% intervals. Triangles: off the scale')
-    figure.savefig(path, dpi=200)
+    figures.add_legend(figure, 'Bars: 95% intervals. Triangles: off the scale', 'lower center', ncols=4)
+    return figure
 
 
-def plot_gaps(rows: list[dict], path, unit: str) -> None:
+def plot_gaps(rows: list[dict], unit: str):
     """Draw each model's loss minus Standard's at equal training FLOPs, best model first."""
-    styles = {r['model']: style['color'] for (_, r, style) in figures.styled({
-        r['model']: r for r in rows if r['equal'] == 'training FLOPs'})}
+    style_of = figures.styles(r['model'] for r in rows)
     shown = sorted((r for r in rows if r['equal'] == 'training FLOPs' and r['minus_first'] is not None),
                    key=lambda r: -r['minus_first'])
     edge = limit(shown)
     figure, axes = figures.new_figure('', figsize=(8.3, 0.35 * len(shown) + 1.1))
     for y, r in enumerate(shown):
         gap, low, high = r['minus_first'], r['its_low'], r['its_high']
-        off_scale = abs(gap) > 1.2 * edge
-        axes.barh(y, min(1.25 * edge, gap), color=styles[r['model']], height=0.6)
-        if off_scale:
+        axes.barh(y, min(1.25 * edge, gap), color=style_of[r['model']]['color'], height=0.6)
+        if abs(gap) > 1.2 * edge:
             axes.annotate(f'off the scale: {gap:+.2f} \N{RIGHTWARDS ARROW}', (1.25 * edge, y), (-5, 0), va='center',
                           ha='right', textcoords='offset points', color='white', weight='bold')
             continue
@@ -268,7 +267,7 @@ def plot_gaps(rows: list[dict], path, unit: str) -> None:
     axes.set(xlabel=f"loss minus Standard's, {unit}, equal training FLOPs (negative is better; 95% intervals)",
              xlim=(-1.3 * max(0, *(-r['minus_first'] for r in shown)), 1.25 * edge))
     axes.grid(False, axis='y')
-    figure.savefig(path, dpi=200)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -282,14 +281,11 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, s)
         rows = table(labels, runs, decoded)
-        figures.write_csv(out / 'shootout.csv', rows)
         unit = 'nats per byte' if data.tokenizer == 'byte' else 'nats per token'
-        plot(rows, out / 'shootout.png', unit)
-        plot_gaps(rows, out / 'shootout_gaps.png', unit)
         text = markdown(rows, s)
-        write_file(out / 'RESULTS.md', text.encode())
-        print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and two figures')
-        report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), f'--out={out}/report.html'])
+        print(text)
+        figures.write(out / 'shootout', {'.csv': rows, '.png': plot(rows, unit), '_gaps.png': plot_gaps(rows, unit)})
+        figures.write(out / 'RESULTS', {'.md': text})
 
 
 if __name__ == '__main__':

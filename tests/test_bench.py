@@ -41,7 +41,7 @@ def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():
         with torch.device('meta'):
             model = model_standard.Model(model_standard.Config(n_head=1, **shape))
         weights, keys = count_parameters(model), 16 * 4096 * 2 * shape['n_layer'] * shape['n_embd']
-        streams = 2 if row['model'] == 'two_x_memory' else 1
+        streams = 2 if row['method'] == 'two_x_memory' else 1
         assert abs((4 * weights + 2 * streams * keys) / (4 * weights + 2 * keys) - float(row['peak memory'])) < 0.03
 
 

@@ -1,6 +1,5 @@
 """Comparisons that train runs: learning-rate search, reuse of runs, and the results table."""
 import math
-import statistics
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ from test_analysis import write_run
 
 from analysis import compare
 from analysis.compare import Method
-from analysis.figures import interval, paired_difference, read_csv
+from analysis.figures import interval, read_csv
+from analysis.runs import Run
 from common.files import UserError
-from common.runs import meta_run
 from train import Settings
 
 BUDGET = Settings(max_tokens=800, warmup_tokens=80)
@@ -155,28 +154,8 @@ def test_table_values_follow_from_the_runs(tmp_path):
     assert a['minus_first'] is None and a['its_low'] is None
     assert (a['low'], a['high']) == interval(losses['a'])
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = meta_run(runs['c'][0])
+    model = Run(runs['c'][0]).model
     assert c['state_bytes'] == model.new_cache(1, 8).nbytes
     assert c['parameters'] == sum(p.numel() for p in model.parameters())
     assert c['flops'] == 1000 * model.flops_per_token(8)
     assert '| +0.2167 |' in compare.loss_table([a, b, c])
-
-
-def committed(path):
-    """Return the rows of a committed CSV if it has losses per seed and differences, else []."""
-    rows = read_csv(path)
-    return rows if {'losses', 'its_low'} <= rows[0].keys() else []
-
-
-@pytest.mark.parametrize('path', [path for path in sorted((ROOT / 'bench/results').glob('*.csv')) if committed(path)],
-                         ids=lambda path: path.stem)
-def test_committed_intervals_follow_from_their_losses(path):
-    rows = committed(path)
-    losses = [[*map(float, row['losses'].split())] for row in rows]
-    first = {row.get('equal'): own for row, own in zip(rows, losses) if not row['minus_first']}
-    for row, own in zip(rows, losses):
-        found = [float(row[key]) for key in ('loss', 'low', 'high')]
-        assert found == pytest.approx([statistics.mean(own), *interval(own)])
-        if row['minus_first']:
-            assert [float(row[key]) for key in ('minus_first', 'its_low', 'its_high')] == pytest.approx(
-                paired_difference(own, first[row.get('equal')]))

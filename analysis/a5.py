@@ -52,7 +52,7 @@ def measure(runs: list, s: Settings) -> list[dict]:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure('A5: accuracy of the predicted state, by position', figsize=(8.5, 4.5))
+    figure, (axes,) = figures.new_figure('A5: accuracy of the predicted state, by position')
     figures.draw(axes, rows, 'position')
     for length in {row['trained'] for row in rows}:
         axes.axvline(length, color='gray', linestyle=':', label=f'word length in training: {length}')
@@ -61,7 +61,8 @@ def plot(rows: list[dict]):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     measured = curves_of(runs, lambda own: measure(own, s), labels=s.labels)
     rows = [row | {'label': row['label'] + row['who']} for row in figures.labeled(measured)]
     for label, line in figures.by_label(rows).items():
@@ -69,10 +70,6 @@ def analyze(runs: list, s: Settings) -> dict:
         print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
                                        f'{row["position"]} elements' for row in shown))
     return {'.csv': rows, '.png': plot(rows)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from analysis import context_ready, figures, gpn_state, gradient_flow, probes
-from analysis.compare import make_method, set_best_rates, train_seeds
+from analysis.compare import Method, set_best_rates, train_seeds
 from analysis.figures import read_csv
 from analysis.runs import Run
 from analysis.scores import score_names
@@ -253,7 +253,7 @@ def in_markdown(c: Claim, row: dict) -> dict[str, str]:
 
 def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
     """Train the runs that the claims need. Returns {name of RUNS: runs, one per seed}."""
-    needed = {name: make_method(arguments(name), f'{out}/{name}')
+    needed = {name: Method(arguments(name), f'{out}/{name}')
               for name in RUNS if any(name in (c.ours, c.other) for c in claims)}
     searched = {name: method for name, method in needed.items() if RUNS[name]['search_rate'] == 'yes'}
     if searched:

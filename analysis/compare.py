@@ -112,22 +112,19 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
 @dataclass
 class Method:
     args: list[str]  # arguments of train.py, without learning rate, seed and folder
-    settings: TrainSettings  # the settings that args give
-    rate: float  # learning rate, or where the search for it starts
-    runs: str  # path prefix of its run folders
+    prefix: str  # path prefix of its run folders
+    rate: float | None = None  # learning rate, or where the search for it starts; None: as configured
     share: float = SHARE  # of the tokens, with seed 0
+
+    def __post_init__(self):
+        self.settings, *_ = load_settings(TrainSettings, self.args, config_class)
+        self.rate = self.rate or self.settings.learning_rate
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
         """Return a run's folder and arguments. Seed 0, for choosing the rate, has fewer tokens."""
         fewer = [f'--{key}={int(getattr(self.settings, key) * self.share)}' for key in ('max_tokens', 'warmup_tokens')]
-        return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
+        return (Path(f'{self.prefix}_lr{rate:.3g}_seed{seed}'),
                 [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate:.3g}', f'--seed={seed}'])
-
-
-def make_method(args: list[str], runs: str, rate: float | None = None, share: float = SHARE) -> Method:
-    """Return the Method of train.py arguments. rate: start of the search; None: as configured."""
-    settings, *_ = load_settings(TrainSettings, args, config_class)
-    return Method(args, settings, rate or settings.learning_rate, runs, share)
 
 
 def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
@@ -150,7 +147,7 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
                                 'a lower learning_rate')
             wanted[name] = [best / STEP] * (best == min(of_rate)) + [best * STEP] * (best == max(of_rate))
             methods[name].rate = best
-    folder = Path(next(iter(methods.values())).runs).parent
+    folder = Path(next(iter(methods.values())).prefix).parent
     figures.write_csv(folder / 'rates.csv', [{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': loss}
                       for name, of_rate in losses.items() for rate, loss in sorted(of_rate.items())])
 
@@ -163,23 +160,18 @@ def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[ob
     return {name: list(runs) for name, runs in cells.items()}
 
 
-def speed(run: Path) -> float:
-    """Return the median training tokens/s in a run's log."""
-    return Run(run).median('tokens_per_s')
-
-
 def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
     """Parse the arguments as {name: method}. Raises UserError if they are not comparable."""
     methods = {}
     for argument in arguments:
         name, colon, command = argument.partition(': ')
-        runs = str(Path(s.out_dir) / re.sub(r'\W+', '_', name))
-        if not colon or runs in [method.runs for method in methods.values()]:
+        prefix = str(Path(s.out_dir) / re.sub(r'\W+', '_', name))
+        if not colon or prefix in [method.prefix for method in methods.values()]:
             raise UserError(f"{argument!r} has {'the name of another model' if colon else 'no name'}: expected "
                             "'NAME: CONFIG --setting=value ...', with distinct names")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        methods[name] = method = make_method(args, runs, share=s.share)
+        methods[name] = method = Method(args, prefix, share=s.share)
         if method.settings.dtype == 'auto':
             method.settings.dtype = one_dtype(method.settings.device)
             args.append(f'--dtype={method.settings.dtype}')

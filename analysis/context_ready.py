@@ -113,7 +113,7 @@ def costs(model):
 
 
 def plot(rows, names):
-    figure, axes = figures.new_figure('Context-Ready: perplexity by parallel unrolls', figsize=(8, 4.5))
+    figure, (axes,) = figures.new_figure('Context-Ready: perplexity by parallel unrolls')
     style_of = figures.styles(names)
     for name, row in zip(names, rows):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
@@ -127,15 +127,12 @@ def plot(rows, names):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     rows = [row_of(run, s) for run in runs]
     for row in rows:
         print('  '.join(f'{k} {v}' for k, v in row.items()))
     return {'.csv': rows, '.png': plot(rows, named(runs, s.labels).values())}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -35,24 +35,29 @@ class ModelSettings(Settings):
     device: Device = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
 
 
-def main(analyze: Callable, Settings: type, argv: list[str] | None) -> None:
-    """Run a script: read the runs of its command line, and write what `analyze` returns.
+def script(Settings: type) -> Callable:
+    """Turn a function (runs, settings) into the `main` of a script: a decorator.
 
-    analyze(runs, settings) returns {ending: content} for `write`. Files are named --out or, beside
-    the first run, like the script. Runs that cannot be read are left out.
+    The script reads the runs of its command line and writes what the function returns, {ending:
+    content} as in `write`. Files are named --out or, beside the first run, like the script. Runs
+    that cannot be read are left out.
     """
-    with friendly_errors(argv):
-        s, folders, _ = load_settings(Settings, argv)
-        name = Path(inspect.getfile(analyze)).stem
-        if not folders:
-            raise UserError(f'which runs? python -m analysis.{name} RUN RUN ... --out=NAME')
-        if s.model:
-            add_file(s.model)
-        runs = list(map_readable(folders, lambda folder: Run(folder, s.code)).values())
-        path = Path(os.path.abspath(folders[0])).parent / name
-        if s.out:
-            path = Path(s.out.removesuffix('.png').removesuffix('.csv'))
-        write(path, analyze(runs, s))
+    def decorator(analyze):
+        def main(argv: list[str] | None = None) -> None:
+            with friendly_errors(argv):
+                s, folders, _ = load_settings(Settings, argv)
+                name = Path(inspect.getfile(analyze)).stem
+                if not folders:
+                    raise UserError(f'which runs? python -m analysis.{name} RUN RUN ... --out=NAME')
+                if s.model:
+                    add_file(s.model)
+                runs = list(map_readable(folders, lambda folder: Run(folder, s.code)).values())
+                path = Path(os.path.abspath(folders[0])).parent / name
+                if s.out:
+                    path = Path(s.out.removesuffix('.png').removesuffix('.csv'))
+                write(path, analyze(runs, s))
+        return main
+    return decorator
 
 
 # ---- models of runs ----
@@ -158,22 +163,20 @@ def by_label(rows: list[dict]) -> dict[str, list[dict]]:
 
 # ---- plots ----
 
-def new_figure(title: str, *args, figsize, **kwargs) -> tuple:
-    """Return (figure, axes) of Figure.subplots(*args, **kwargs) in our style. Needs no display."""
+def new_figure(title: str, n: int = 1, size: tuple = (8.5, 4.5), columns: int = 4, **kwargs) -> tuple:
+    """Return (figure, n axes of this size in inches), at most `columns` in a row. Needs no display.
+
+    kwargs: of Figure.subplots.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'axes.titlesize': 'medium',
                                 'legend.frameon': False, 'legend.title_fontsize': 'small'})
-    figure = Figure(figsize, layout='constrained')
-    figure.suptitle(title)
-    return figure, figure.subplots(*args, **kwargs)
-
-
-def panels(title: str, n: int, columns: int, size: tuple[float, float], **kwargs) -> tuple:
-    """Return (figure, n axes of this size in inches), with at most `columns` axes per row."""
     columns, (width, height) = min(columns, n), size
     rows = -(-n // columns)
-    figure, axes = new_figure(title, rows, columns, figsize=(width * columns, height * rows), squeeze=False, **kwargs)
+    figure = Figure((width * columns, height * rows), layout='constrained')
+    figure.suptitle(title)
+    axes = figure.subplots(rows, columns, squeeze=False, **kwargs)
     for unused in axes.flat[n:]:
         unused.set_axis_off()
     return figure, axes.flat[:n]

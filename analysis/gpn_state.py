@@ -252,7 +252,7 @@ def plot(rows, name='a GPN'):
     for part, name, x, value in rows:
         curves.setdefault(part, {}).setdefault(name, []).append((x, value))
     parts = [part for part in PANELS if part in curves]
-    figure, axes = figures.panels(f'State and memory of {name}', len(parts), 4, (5, 4))
+    figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
     for ax, part in zip(axes, parts):
         title, x_label, y_label, scale = PANELS[part]
         if part == 'perplexity':
@@ -300,17 +300,14 @@ def rows_of(run, s: Settings):
     return measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'), asked_distance)
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     if len(runs) > 1:
         raise UserError(f'expected one run, got {len(runs)}')
     rows = rows_of(runs[0], s)
     print_summary(rows)
     table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
     return {'.csv': table, '.png': plot(rows, named(runs, s.labels)[runs[0]])}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -221,7 +221,7 @@ def log_trend(ratios: list[float]) -> list:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure('Gradient of later losses at a position', figsize=(8.5, 4.5))
+    figure, (axes,) = figures.new_figure('Gradient of later losses at a position')
     shown = [row | {'label': f'{row["label"]}, {row["stream"]}'} for row in rows if row['smoothed'] != '']
     style_of = {f'{label}, {stream}': style | {'linestyle': line}
                 for label, style in figures.styles(row['label'] for row in rows).items()
@@ -235,7 +235,8 @@ def plot(rows: list[dict]):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     s = fitted(s, runs)
     measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
     rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
@@ -244,10 +245,6 @@ def analyze(runs: list, s: Settings) -> dict:
         line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
         print(f'{label}, {stream}: ' + ', '.join(f'k = {k}: {line[k - 1]:.3g}' for k in shown))
     return {'.csv': rows, '.png': plot(rows)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import figures
-from analysis.runs import curve, curves_of, group, holds_from
+from analysis.runs import curve, curves_of, group, holds_from, short_number
 from common.files import UserError
 
 AXES = {'tokens': 'training tokens', 'gpu_hours': 'training time, GPU-hours', 'minutes': 'training time, minutes',
@@ -35,14 +35,9 @@ def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
 
 def crossings(points: list[dict], first: list[dict]) -> list[str]:
     """Format the `crossing` on each axis that both curves have."""
-    texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('over time ', '{:.1f} minutes'),
-             'gpu_hours': ('over GPU time ', '{:,.1f} GPU-hours'), 'flops': ('over compute ', '{:.3g} FLOPs')}
-    found = []
-    for axis, (over, amount) in texts.items():
-        if points[-1][axis] is not None and first[-1][axis] is not None:
-            where = crossing(points, first, axis)
-            found.append(over + ('never' if where is None else f'from {amount.format(where)} on'))
-    return found
+    found = {AXES[axis]: crossing(points, first, axis) for axis in axes_of([points, first])}
+    return [f'never over {what}' if where is None else f'from {short_number(where)} {what} on'
+            for what, where in found.items()]
 
 
 def axes_of(curves: list[list[dict]]) -> list[str]:
@@ -55,7 +50,7 @@ def plot(curves: dict[str, list[dict]], minus: str | None = None):
     """Draw {label: points} in a panel per axis. minus: the label that was subtracted."""
     drawn_over, what = axes_of(list(curves.values())), 'difference' if minus else 'validation loss'
     title = f'Validation loss minus that of {minus}' if minus else 'Validation loss'
-    figure, panels = figures.new_figure(title, 1, len(drawn_over), figsize=(5.5 * len(drawn_over), 5))
+    figure, panels = figures.new_figure(title, len(drawn_over), (5.5, 5))
     for axes, axis in zip(panels, drawn_over):
         figures.draw(axes, figures.labeled(curves), axis)
         set_axes(axes, list(curves.values()), AXES[axis], what)
@@ -74,7 +69,8 @@ def set_axes(axes, curves: list[list[dict]], xlabel: str, what: str = 'validatio
         axes.xaxis.set_major_formatter(EngFormatter())
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     groups = group(runs, labels=s.labels) if s.minus else {None: []}
     if s.minus not in groups:
         raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(groups)}')
@@ -88,10 +84,6 @@ def analyze(runs: list, s: Settings) -> dict:
         if points is not first:
             print(f'  below the first curve {", ".join(crossings(points, first))}')
     return {'.csv': figures.labeled(curves), '.png': plot(curves, s.minus)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -264,8 +264,8 @@ def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
 def plot(maps: dict):
     """Draw a panel per run. maps: {name: (positions, existing streets, invented streets)}."""
     from matplotlib.collections import LineCollection
-    figure, all_axes = figures.panels('City map reconstructed from walks (invented streets in red)', len(maps), 3,
-                                      (5, 5.5))
+    figure, all_axes = figures.new_figure('City map reconstructed from walks (invented streets in red)', len(maps),
+                                          (5, 5.5), columns=3)
     for axes, (name, (positions, true, invented)) in zip(all_axes, maps.items()):
         axes.set_axis_off()
         for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
@@ -305,7 +305,8 @@ def measure(run, s: Settings) -> tuple[dict, tuple]:
     return row, (positions, existing, invented)
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     rows, maps, names = [], {}, named(runs, s.labels)
     for run in runs:
         row, maps[names[run]] = measure(run, s)
@@ -313,10 +314,6 @@ def analyze(runs: list, s: Settings) -> dict:
         print('  '.join(f'{name} {value:.4g}' if isinstance(value, float) else f'{name} {value}'
                         for name, value in row.items()))
     return {'.csv': rows, '.png': plot(maps)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -123,7 +123,7 @@ def table(measured: dict[str, list[list[float]]]) -> list[dict]:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure('Linear probes of later tokens', figsize=(8.5, 4.5))
+    figure, (axes,) = figures.new_figure('Linear probes of later tokens')
     figures.draw(axes, rows, 'offset', 'difference', marker='o')
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
     axes.set(xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows[0]["label"]}, nats')
@@ -132,17 +132,14 @@ def plot(rows: list[dict]):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
     rows = table(measured)
     for row in rows:
         if row['offset'] in (1, s.offsets):
             print(f'{row["label"]}, offset {row["offset"]}: {row["mean"]:.4f} nats, {row["difference"]:+.4f}')
     return {'.csv': rows, '.png': plot(rows)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

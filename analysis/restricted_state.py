@@ -103,8 +103,8 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure(f'Loss with only the last {rows[0]["omega"]} positions of the persistent state',
-                                      figsize=(8.5, 4.5))
+    title = f'Loss with only the last {rows[0]["omega"]} positions of the persistent state'
+    figure, (axes,) = figures.new_figure(title)
     figures.draw(axes, rows, 'position', 'extra_nll', marker=None, alpha=0.3, linewidth=0.8, label=None)
     figures.draw(axes, rows, 'position', 'smoothed', marker=None, linewidth=2)
     axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylabel='extra loss, nats per token')
@@ -112,7 +112,8 @@ def plot(rows: list[dict]):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     s = fitted(s, runs)
     measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
     rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
@@ -126,10 +127,6 @@ def analyze(runs: list, s: Settings) -> dict:
         for label in filter(nats.get, others):  # no ratio to a label that loses nothing
             print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
     return {'.csv': rows, '.png': plot(rows)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

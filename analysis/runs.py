@@ -282,11 +282,6 @@ def usable_runs(runs: list[Run]) -> list[Run]:
     return finished(runs) if any(run.log for run in runs) else runs
 
 
-def final_losses(runs: list[Run]) -> list[float]:
-    """Return the final validation losses of the `finished` runs."""
-    return list(one_per_seed(runs, Run.final_loss).values())
-
-
 def spread(values: Sequence[float]) -> dict:
     """Return the mean, lowest and highest of one value per seed, and the number of seeds."""
     return {'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values), 'seeds': len(values)}

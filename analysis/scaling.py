@@ -49,7 +49,7 @@ def plot(rows: list[dict], baseline: str):
     panels = {'accuracy_gain': 'mean task accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
     sizes = list(dict.fromkeys(row['size'] for row in rows))
     places = [row | {'place': sizes.index(row['size'])} for row in rows]
-    figure, all_axes = figures.new_figure(f'Difference to {baseline}, by model size', 1, 2, figsize=(10.5, 4.5))
+    figure, all_axes = figures.new_figure(f'Difference to {baseline}, by model size', 2, (5.25, 4.5))
     for axes, (key, what) in zip(all_axes, panels.items()):
         figures.draw(axes, places, 'place', key, markersize=6)
         axes.axhline(0, color='black', linewidth=0.8)
@@ -59,7 +59,8 @@ def plot(rows: list[dict], baseline: str):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     sizes = curves_by_size(runs, s, outcome)
     rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes)]
     for row in rows:
@@ -68,10 +69,6 @@ def analyze(runs: list, s: Settings) -> dict:
     if any(row['accuracy_gain'] is None for row in rows):
         print('no accuracy for runs without all tasks in eval.jsonl: python eval.py RUN --paper=sps')
     return {'.csv': rows, '.png': plot(rows, next(iter(next(iter(sizes.values())))))}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -46,7 +46,7 @@ def plot(rows: list[dict]):
     shown = {names[0]: rows}
     if several := len(names) > 1:
         shown = {label: [row | {'label': row['score']} for row in own] for label, own in figures.by_label(rows).items()}
-    figure, all_axes = figures.panels('Task scores over training', len(shown), 4, (5, 4), sharex=True, sharey=True)
+    figure, all_axes = figures.new_figure('Task scores over training', len(shown), (5, 4), sharex=True, sharey=True)
     style_of = figures.styles(names if several else [row['label'] for row in rows])
     for axes, (title, own) in zip(all_axes, shown.items()):
         figures.draw(axes, own, 'step', style_of=style_of)
@@ -61,7 +61,7 @@ def plot_bars(rows: list[dict]):
     ends = {(row['data'], row['score'], row['label']): row for row in rows}
     groups, labels, scores = (list(dict.fromkeys(key[part] for key in ends)) for part in (slice(2), 2, 1))
     width = 0.8 / len(labels)
-    figure, axes = figures.new_figure('Final task scores', figsize=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
+    figure, (axes,) = figures.new_figure('Final task scores', size=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
     for i, label in enumerate(labels):
         bars = {g - 0.4 + (i + 0.5) * width: ends[(*group, label)] for g, group in enumerate(groups)
                 if (*group, label) in ends}  # {x: row}
@@ -85,7 +85,8 @@ def print_end(row: dict, points: list[dict]) -> None:
           f'seeds: {row["seeds"]}) after {row["step"]:,} steps{verdict}')
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     def scores_of(own):
         own = finished(own) if s.bars else own  # unfinished runs have no final score
         return {name: curve(own, name) for name in score_names(own[0], s.scores)}
@@ -99,10 +100,6 @@ def analyze(runs: list, s: Settings) -> dict:
                 rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p for p in points]
                 print_end(rows[-1], points)
     return {'.csv': rows, '.png': plot_bars(rows) if s.bars else plot(rows)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from analysis import figures
-from analysis.runs import curves_of, final_losses
+from analysis.runs import curves_of, finished
 from common.files import UserError
 from common.settings import check_ranges
 
@@ -65,7 +65,7 @@ def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
 
 def plot(groups: list[dict], losses: dict[str, list[float]]):
     """Draw each group's losses as dots, with their mean and its interval."""
-    figure, axes = figures.new_figure('Final validation loss over seeds', figsize=(2.5 + 1.4 * len(groups), 4.5))
+    figure, (axes,) = figures.new_figure('Final validation loss over seeds', size=(2.5 + 1.4 * len(groups), 4.5))
     for i, row in enumerate(groups):
         values, color = losses[row['label']], f'C{i % 10}'
         axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=color, alpha=0.6)
@@ -77,8 +77,9 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
-    losses = curves_of(runs, final_losses, labels=s.labels)
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    losses = curves_of(runs, lambda own: [run.final_loss() for run in finished(own)], labels=s.labels)
     rows, groups = tests(losses, s), []
     for label, values in losses.items():
         low, high = figures.interval(values)
@@ -90,10 +91,6 @@ def analyze(runs: list, s: Settings) -> dict:
         print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
               f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')
     return {'.csv': groups, '.png': plot(groups, losses)} | ({'_tests.csv': rows} if rows else {})
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from analysis import compare, figures
-from analysis.compare import make_method, one_dtype, set_best_rates, speed, train_seeds
+from analysis.compare import Method, one_dtype, set_best_rates, train_seeds
+from analysis.runs import Run
 from bench import decoding_speeds, one_line, where_and_when
 from common.files import UserError, friendly_errors
 from common.machine import decoding_dtype, pick_device
@@ -42,7 +43,7 @@ class Settings:
     out_dir: str = 'out/shootout'  # folder of the runs and results
     config: str = 'config/quickstart.py'  # training settings that are not listed below
     data: str = 'python_docs'  # data folder or built-in data
-    models: str = 'all'  # names of `methods` separated by commas, including standard
+    models: str = 'all'  # names of `sides` separated by commas, including standard
     budget: float = 8e12  # training FLOPs of Standard
     n_layer: int = 4  # layers of Standard
     n_embd: int = 128  # width of Standard
@@ -60,7 +61,7 @@ class Settings:
 
 
 @dataclass
-class Method:
+class Side:
     label: str  # name in tables and figures
     model: str  # name of the model file
     values: dict  # Config values
@@ -68,30 +69,30 @@ class Method:
     rate: float  # learning rate where the search starts
 
 
-def methods(s: Settings) -> dict[str, Method]:
-    """Return {name: method} of the models in s.models, in a fixed order."""
+def sides(s: Settings) -> dict[str, Side]:
+    """Return {name: side} of the models in s.models, in a fixed order."""
     heads = max(1, s.n_embd // s.head_size)
     shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
     fork = dict(predict_input='state', predict_layers=1)  # the cheapest fork
     memory = dict(n_head=heads, d_k=s.head_size, d_v=2 * s.head_size, init_std=0.02)
     ffn, width_and_ffn = {'n_ffn': 8}, {'n_embd': 8, 'n_ffn': 8}
     known = {
-        'standard': Method('Standard', 'standard', shape, {}, 1.35e-3),
-        'sps': Method('SPS', 'sps', shape, ffn, 9e-4),
-        'sps_token': Method('SPS, from the token', 'sps', shape | dict(predict_input='token'), ffn, 6e-4),
-        'sps_fork': Method('SPS, fork, top 1', 'sps', shape | fork, ffn, 9e-4),
-        'context_ready': Method('Context-Ready, D = 2', 'context_ready', shape | dict(
+        'standard': Side('Standard', 'standard', shape, {}, 1.35e-3),
+        'sps': Side('SPS', 'sps', shape, ffn, 9e-4),
+        'sps_token': Side('SPS, from the token', 'sps', shape | dict(predict_input='token'), ffn, 6e-4),
+        'sps_fork': Side('SPS, fork, top 1', 'sps', shape | fork, ffn, 9e-4),
+        'context_ready': Side('Context-Ready, D = 2', 'context_ready', shape | dict(
             n_layer=2, K=5, k_min=2, tied_head=True, init_std=0.02), width_and_ffn | {'n_embd': 2 * heads}, 1e-3),
         # p_psi as wide as the state: its share of parameters is then as in the paper, not a third
-        'nextlat': Method('NextLat, d = 1', 'nextlat', shape | dict(n_dynamics=s.n_embd, tied_head=True), ffn, 1.35e-3),
-        'gpn': Method('GPN+M', 'gpn', memory | dict(n_layer=1, d_emb=s.n_embd), width_and_ffn, 3e-3),
+        'nextlat': Side('NextLat, d = 1', 'nextlat', shape | dict(n_dynamics=s.n_embd, tied_head=True), ffn, 1.35e-3),
+        'gpn': Side('GPN+M', 'gpn', memory | dict(n_layer=1, d_emb=s.n_embd), width_and_ffn, 3e-3),
         # the head is not tied to the embedding, so with a large vocabulary the blocks are narrower
-        'gdn': Method('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
+        'gdn': Side('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
     names = list(known) if s.models == 'all' else s.models.split(',')
     if 'standard' not in names or not set(names) <= set(known):
         raise UserError(f'models is {s.models!r}: expected standard and any of {", ".join(list(known)[1:])}, '
                         'separated by commas')
-    return {name: method for name, method in known.items() if name in names}
+    return {name: side for name, side in known.items() if name in names}
 
 
 def blank(model: str, values: dict, data):
@@ -99,18 +100,18 @@ def blank(model: str, values: dict, data):
     return meta_model(model, model_config(TrainSettings(model=model), values, data, None))
 
 
-def sized(method: Method, data, target: int) -> dict:
+def sized(side: Side, data, target: int) -> dict:
     """Return Config values that give `target` parameters within 1%, or raise UserError."""
-    values = dict(method.values)
-    for name, step in method.free.items():
+    values = dict(side.values)
+    for name, step in side.free.items():
         def parameters(n, name=name):
-            return count_parameters(blank(method.model, {**values, name: n}, data))
+            return count_parameters(blank(side.model, {**values, name: n}, data))
         sizes = range(step, 2 ** 16, step)
         above = bisect_left(sizes, target, key=parameters)
         values[name] = min(sizes[max(0, above - 1):above + 1], key=lambda n: abs(parameters(n) - target))
-    found = count_parameters(blank(method.model, values, data))
+    found = count_parameters(blank(side.model, values, data))
     if abs(found - target) > TOLERANCE * target:
-        raise UserError(f'{method.label} has {found:,} parameters at best, expected {target:,} within 1%: give '
+        raise UserError(f'{side.label} has {found:,} parameters at best, expected {target:,} within 1%: give '
                         'another n_embd or n_layer')
     return values
 
@@ -131,19 +132,17 @@ def arguments(s: Settings, model: str, values: dict, tokens: int) -> list[str]:
 
 def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
     """Train all unfinished runs. Returns {(name, budget): runs, one per seed}."""
-    chosen = methods(s)
+    chosen = sides(s)
     target = count_parameters(blank('standard', chosen['standard'].values, data))
-    values = {name: sized(method, data, target) for name, method in chosen.items()}
-    flops = {name: blank(method.model, values[name], data).flops_per_token(s.block_size)
-             for name, method in chosen.items()}
+    values = {name: sized(side, data, target) for name, side in chosen.items()}
+    flops = {name: blank(side.model, values[name], data).flops_per_token(s.block_size) for name, side in chosen.items()}
     out.mkdir(parents=True, exist_ok=True)
 
     def with_tokens(name, tokens, rate):
         tokens = whole_steps(s, tokens)
-        return make_method(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate,
-                           share=1)
+        return Method(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate, share=1)
     n_tokens = whole_steps(s, s.budget / flops['standard'])
-    equal_tokens = {name: with_tokens(name, n_tokens, method.rate) for name, method in chosen.items()}
+    equal_tokens = {name: with_tokens(name, n_tokens, side.rate) for name, side in chosen.items()}
     set_best_rates(equal_tokens, s.jobs)
     speeds = {name: max(map(speed, runs)) for name, runs in train_seeds(equal_tokens, s.seeds, s.jobs).items()}
     cells = {}
@@ -151,6 +150,11 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
         of_budget = n_tokens, s.budget / flops[name], n_tokens * speeds[name] / speeds['standard']
         cells |= {(name, budget): with_tokens(name, n, method.rate) for budget, n in zip(BUDGETS, of_budget)}
     return train_seeds(cells, s.seeds, s.jobs)
+
+
+def speed(run: Path) -> float:
+    """Return the median training tokens/s in a run's log."""
+    return Run(run).median('tokens_per_s')
 
 
 def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
@@ -222,7 +226,7 @@ def plot(rows: list[dict], unit: str):
                lambda r: 1000 / r[f'tokens_per_s_{length}']),
               (at_equal_flops, 'decoding state, MB', f'{length:,} tokens of context',
                lambda r: r[f'state_bytes_{length}'] / 1e6)]
-    figure, all_axes = figures.new_figure('', 1, 3, figsize=(8.3, 4.6), sharey=True)
+    figure, all_axes = figures.new_figure('', 3, (8.3 / 3, 4.6), sharey=True)
     top = at_equal_flops[0]['loss'] + 1.1 * limit(at_equal_flops)
     color_of = {label: style['color'] for label, style in figures.styles(r['model'] for r in rows).items()}
     for axes, (shown, xlabel, title, x_of) in zip(all_axes, panels):
@@ -251,7 +255,7 @@ def plot_gaps(rows: list[dict], unit: str):
     shown = sorted((r for r in rows if r['equal'] == 'training FLOPs' and r['minus_first'] is not None),
                    key=lambda r: -r['minus_first'])
     edge = limit(shown)
-    figure, axes = figures.new_figure('', figsize=(8.3, 0.35 * len(shown) + 1.1))
+    figure, (axes,) = figures.new_figure('', size=(8.3, 0.35 * len(shown) + 1.1))
     for y, r in enumerate(shown):
         gap, low, high = r['minus_first'], r['its_low'], r['its_high']
         axes.barh(y, min(1.25 * edge, gap), color=style_of[r['model']]['color'], height=0.6)
@@ -276,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
         if positional:
             raise UserError(f'unexpected {positional[0]!r}: python -m analysis.shootout --data=FOLDER --out_dir=NEW')
         out, data = Path(s.out_dir), open_data(s.data)
-        labels = {name: method.label for name, method in methods(s).items()}
+        labels = {name: side.label for name, side in sides(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)
         decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, s)

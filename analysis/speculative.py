@@ -126,7 +126,7 @@ def markdown(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]) -
 
 def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]):
     """Draw speed-up and cumulative acceptance: a line per run and folder."""
-    figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 1, 2, figsize=(12, 4))
+    figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 2, (6, 4))
     for i, ((run, folder), rows) in enumerate(tables.items()):
         style = dict(color=f'C{i}', label=f'{names[run]}, {Path(folder).name}')
         speedups = {row['draft_len']: row['speedup'] for row in rows}
@@ -142,7 +142,8 @@ def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     init_distributed('gloo')
     device, tables, names = local_device(s.device), {}, named(runs, s.labels)
     dtype = decoding_dtype(s.dtype, device.type)
@@ -161,10 +162,6 @@ def analyze(runs: list, s: Settings) -> dict:
                 for row in rows]), sep='\n')
             figures.write(f'{run}/speculative', {'.csv': [columns | row for row in rows]})
     return {'.md': markdown(tables, names), '.png': plot(tables, names)} if rank() == 0 else {}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -141,7 +141,8 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
     return [{column: row.get(column, '') for column in shown} for row in rows]
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     paper, measured = figures.read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
     columns = [column for column in paper[0] if ' ' in column]
     groups = curves_of(runs, lambda own: (own_row(own, columns, measured), row_of_paper(own[0], paper)),
@@ -151,10 +152,6 @@ def analyze(runs: list, s: Settings) -> dict:
                                     for column, value in row.items()} for row in rows])
     print(text)
     return {'.csv': rows, '.md': f'{text}\n'}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -69,8 +69,7 @@ def match(target: str, by: str, curves: dict[str, Curve]) -> dict:
 
 def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     """Draw a panel per size: the curves, and an arrow from each loss to where it is matched."""
-    figure, panels = figures.panels('Tokens to match a loss, at the constant learning rate', len(sizes), len(sizes),
-                                    (6, 5.5))
+    figure, panels = figures.new_figure('Tokens to match a loss, at the constant learning rate', len(sizes), (6, 5.5))
     style_of = figures.styles(label for curves in sizes.values() for label in curves)
     for axes, (size, curves) in zip(panels, sizes.items()):
         figures.draw(axes, figures.labeled({label: c.points for label, c in curves.items()}), 'tokens',
@@ -86,7 +85,8 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     return figure
 
 
-def analyze(runs: list, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
     sizes, rows = curves_by_size(runs, s, constant_rate, LENGTH), []
     for size, curves in sizes.items():
         baseline, *others = curves
@@ -99,10 +99,6 @@ def analyze(runs: list, s: Settings) -> dict:
         print(f'{row["size"]}: {row["loss_of"]} has a loss of {row["loss"]:.4f} when its decay begins, at '
               f'{short_number(row["budget"])} tokens; {row["by"]} {found}')
     return {'.csv': rows, '.png': plot(sizes, rows)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, Settings, argv)
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ Standard, are drawn as a horizontal line. Writes NAME.png and NAME.csv.
 from math import inf
 
 from analysis import figures
-from analysis.runs import curves_of, final_losses, map_readable, spread
+from analysis.runs import curves_of, finished, map_readable, spread
 
 
 def sweep(runs: list) -> list[dict]:
@@ -17,8 +17,8 @@ def sweep(runs: list) -> list[dict]:
     for run in runs:
         window = getattr(run.config, 'window', None)
         by_window.setdefault(inf if window is None else window, []).append(run)
-    found = map_readable(sorted(by_window), lambda window: final_losses(by_window[window]))
-    return [{'window': window} | spread(losses) for window, losses in found.items()]
+    found = map_readable(sorted(by_window), lambda window: finished(by_window[window]))
+    return [{'window': window} | spread([run.final_loss() for run in of_window]) for window, of_window in found.items()]
 
 
 def window_name(window: float) -> str:
@@ -29,7 +29,7 @@ def plot(lines: dict[str, list[dict]]):
     """Draw {label: points} with evenly spaced windows."""
     swept = {label: points for label, points in lines.items() if len(points) > 1} or lines
     windows = sorted({p['window'] for points in swept.values() for p in points})
-    figure, axes = figures.new_figure('Final validation loss by attention window', figsize=(8, 4.5))
+    figure, (axes,) = figures.new_figure('Final validation loss by attention window')
     style_of = figures.styles(lines)
     rows = [row | {'place': windows.index(row['window'])} for row in figures.labeled(swept)]
     figures.draw(axes, rows, 'place', style_of=style_of)
@@ -43,16 +43,13 @@ def plot(lines: dict[str, list[dict]]):
     return figure
 
 
-def analyze(runs: list, s: figures.Settings) -> dict:
+@figures.script(figures.Settings)
+def main(runs: list, s: figures.Settings) -> dict:
     lines = curves_of(runs, sweep, {'window'}, s.labels)
     for label, points in lines.items():
         print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))
     rows = [row | {'window': window_name(row['window'])} for row in figures.labeled(lines)]
     return {'.csv': rows, '.png': plot(lines)}
-
-
-def main(argv: list[str] | None = None) -> None:
-    figures.main(analyze, figures.Settings, argv)
 
 
 if __name__ == '__main__':

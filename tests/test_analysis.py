@@ -136,7 +136,7 @@ def test_crossing_is_where_a_curve_drops_below_and_stays_below():
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
     assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # one evaluation each
     assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis separately
-        'from 1 tokens on', 'over time never', 'over compute never']
+        'from 1 training tokens on', 'never over training time, minutes', 'never over training FLOPs']
 
 
 def test_gpu_hours_are_wall_time_times_gpus(tmp_path):

@@ -13,9 +13,8 @@ from analysis.compare import Method
 from analysis.figures import interval, read_csv
 from analysis.runs import Run
 from common.files import UserError
-from train import Settings
 
-BUDGET = Settings(max_tokens=800, warmup_tokens=80)
+BUDGET = ['--max_tokens=800', '--warmup_tokens=80']
 SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
 
@@ -83,7 +82,7 @@ def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path
 
 def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
     for _ in range(2):  # nothing is trained the second time
-        methods = {name: Method([], BUDGET, rate, f'{tmp_path}/{name}')
+        methods = {name: Method(BUDGET, f'{tmp_path}/{name}', rate)
                    for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
         compare.set_best_rates(methods, 1)
         assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
@@ -91,14 +90,14 @@ def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
     for own in map(given, trained):  # seed 0, which is not compared; an eighth of the tokens
         assert (own['seed'], own['max_tokens'], own['warmup_tokens']) == ('0', '100', '10')
     _, args = methods['a'].run(1e-3, 1)
-    assert args == ['--learning_rate=0.001', '--seed=1']
+    assert args == [*BUDGET, '--learning_rate=0.001', '--seed=1']
     rows = read_csv(tmp_path / 'rates.csv')
     assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
         [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
 
 
 def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
-    a, b = Method([], BUDGET, 8e-3, f'{tmp_path}/a'), Method([], BUDGET, 0.1, f'{tmp_path}/b')
+    a, b = Method(BUDGET, f'{tmp_path}/a', 8e-3), Method(BUDGET, f'{tmp_path}/b', 0.1)
     compare.set_best_rates({'a': a}, 1)
     assert a.rate == pytest.approx(1e-3, rel=0.25)
     folder, args = a.run(0.012, 0)

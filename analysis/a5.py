@@ -65,10 +65,8 @@ def plot(rows: list[dict]):
 def main(runs: list, s: Settings) -> dict:
     measured = curves_of(runs, lambda own: measure(own, s), labels=s.labels)
     rows = [row | {'label': row['label'] + row['who']} for row in figures.labeled(measured)]
-    for label, line in figures.by_label(rows).items():
-        shown = [row for row in line if row['position'] in (row['trained'], s.length)]
-        print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
-                                       f'{row["position"]} elements' for row in shown))
+    figures.show([row for row in rows if row['position'] in (row['trained'], s.length)],
+                 'label', 'position', 'mean', 'lowest', 'highest', 'seeds')
     return {'.csv': rows, '.png': plot(rows)}
 
 

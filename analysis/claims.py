@@ -98,8 +98,9 @@ def select_claims(only: str) -> list[Claim]:
     return [claim for claim in CLAIMS if {'all', claim.paper, claim.name} & {*names}]
 
 
-# ---- the statistics of a run ----
+# ---- the statistics of a run, computed once: claims share runs and statistics ----
 
+@cache
 def later_gradient(run: Run) -> dict[str, float]:
     """Return r(p, k) of `analysis.gradient_flow` as a geometric mean over k = 1 to 96."""
     s = gradient_flow.fitted(gradient_flow.Settings(n_documents=16, block_size=256, max_k=96), [run])
@@ -107,6 +108,7 @@ def later_gradient(run: Run) -> dict[str, float]:
     return {'later gradient at x': means[0], 'later gradient where it predicts': means[-1]}
 
 
+@cache
 def unrolls(run: Run) -> dict[str, float]:
     """Return L and how much of the gap K = 3 closes, from `analysis.context_ready`."""
     row = context_ready.row_of(run, context_ready.Settings(tokens=32_768))
@@ -115,6 +117,7 @@ def unrolls(run: Run) -> dict[str, float]:
             'gap in perplexity that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
 
 
+@cache
 def drafts(run: Run) -> dict[str, float]:
     model, data = figures.load(run, figures.ModelSettings())
     found = validation_drafts(model, data, run.settings.block_size, 16)
@@ -261,26 +264,27 @@ def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
     return train_seeds(needed, s.seeds, s.jobs)
 
 
+def measured(side: str | float, statistic: str, runs: dict[str, list[Run]]) -> tuple:
+    """Return a side of a claim: its numbers, one per seed, its training tokens and its command."""
+    if isinstance(side, float):
+        return [side], '', ''
+    if side not in RUNS:
+        row = comparison_row(side)
+        return [*map(float, row['losses'].split())], row['tokens'], f'bench/results/{side}'
+    settings = runs[side][0].settings
+    command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
+    numbers = [STATISTICS[statistic](run)[statistic] for run in runs[side]]
+    return numbers, settings.max_tokens, ' '.join(command)
+
+
 def measured_rows(claims: list[Claim], folders: dict[str, list[Path]]) -> dict[str, dict]:
     """Return {name: `make_row`} of claims whose runs are trained."""
     runs = {name: [*map(Run, of_seeds)] for name, of_seeds in folders.items()}
-    statistics_of, rows, where = cache(lambda measure, run: measure(run)), {}, one_line(where_and_when())
+    rows, where = {}, one_line(where_and_when())
     for c in claims:
-        numbers, costs = [], dict.fromkeys(COSTS, '')
-        for who, side in (('our', c.ours), ('other', c.other)):
-            if isinstance(side, float):
-                numbers.append([side])
-                continue
-            if side not in RUNS:
-                row = comparison_row(side)
-                numbers.append([*map(float, row['losses'].split())])
-                costs |= {f'{who}_tokens': row['tokens'], f'{who}_command': f'bench/results/{side}'}
-                continue
-            numbers.append([statistics_of(STATISTICS[c.statistic], run)[c.statistic] for run in runs[side]])
-            settings = runs[side][0].settings
-            command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
-            costs |= {f'{who}_tokens': settings.max_tokens, f'{who}_command': ' '.join(command)}
-        rows[c.name] = make_row(c, *numbers, costs | {'where': where if c.ours in RUNS else ''})
+        (ours, *our_costs), (other, *other_costs) = (measured(side, c.statistic, runs) for side in (c.ours, c.other))
+        costs = dict(zip(COSTS, (*our_costs, *other_costs, where if c.ours in RUNS else '')))
+        rows[c.name] = make_row(c, ours, other, costs)
     return rows
 
 
@@ -296,12 +300,12 @@ def main(argv: list[str] | None = None) -> None:
                       f'{c.direction}, compared with {c.other}; {"tested" if c.tested else "described"}')
             return
         claims = [c for c in chosen if has_runs(c)]
-        for c in chosen:
-            if c not in claims:
-                print(f'{c.name} is left out: bench/results has no comparison {c.ours.partition(": ")[0]} yet')
+        missing = sorted({c.ours.partition(': ')[0] for c in chosen if c not in claims})
+        where = f'bench/results has no comparison {" or ".join(missing)} yet (see trials.md there)'
         if not claims:
-            raise UserError(f'no runs for {s.only}: bench/results has no comparison '
-                            f'{chosen[0].ours.partition(": ")[0]} yet (see bench/results/trials.md)')
+            raise UserError(f'no runs for {s.only}: {where}')
+        if missing:
+            print(f'some claims are left out: {where}')
         out.mkdir(parents=True, exist_ok=True)
         runs = train(s, claims, out)
         torch.set_num_threads(1)

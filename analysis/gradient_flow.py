@@ -240,10 +240,7 @@ def main(runs: list, s: Settings) -> dict:
     s = fitted(s, runs)
     measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
     rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-    shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
-    for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
-        line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
-        print(f'{label}, {stream}: ' + ', '.join(f'k = {k}: {line[k - 1]:.3g}' for k in shown))
+    figures.show([row for row in rows if row['k'] in (1, 4, 16, 64, 256, s.max_k)], 'label', 'stream', 'k', 'ratio')
     return {'.csv': rows, '.png': plot(rows)}
 
 

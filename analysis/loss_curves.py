@@ -76,13 +76,11 @@ def main(runs: list, s: Settings) -> dict:
         raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(groups)}')
     reference = {run.settings.seed: run for run in groups[s.minus]}
     curves = curves_of(runs, lambda own: curve(own, minus=reference), labels=s.labels)
-    first = next(iter(curves.values()))
-    for label, points in curves.items():
-        end = points[-1]
-        print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, seeds: {end["seeds"]}) '
-              f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
-        if points is not first:
-            print(f'  below the first curve {", ".join(crossings(points, first))}')
+    figures.show(figures.labeled({label: points[-1:] for label, points in curves.items()}),
+                 'label', 'mean', 'lowest', 'highest', 'seeds', 'tokens', 'minutes')
+    (_, first), *others = curves.items()
+    for label, points in others:
+        print(f'{label} is below the first curve {", ".join(crossings(points, first))}')
     return {'.csv': figures.labeled(curves), '.png': plot(curves, s.minus)}
 
 

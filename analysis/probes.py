@@ -136,9 +136,7 @@ def plot(rows: list[dict]):
 def main(runs: list, s: Settings) -> dict:
     measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
     rows = table(measured)
-    for row in rows:
-        if row['offset'] in (1, s.offsets):
-            print(f'{row["label"]}, offset {row["offset"]}: {row["mean"]:.4f} nats, {row["difference"]:+.4f}')
+    figures.show([row for row in rows if row['offset'] in (1, s.offsets)], 'label', 'offset', 'mean', 'difference')
     return {'.csv': rows, '.png': plot(rows)}
 
 

@@ -114,18 +114,15 @@ def plot(rows: list[dict]):
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    s = fitted(s, runs)
+    s, summary = fitted(s, runs), []
     measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
     rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-    means, lasts = {}, {}
     for label, line in figures.by_label(rows).items():
-        means[label], lasts[label] = sum(row['extra_nll'] for row in line) / len(line), line[-1]['smoothed']
-        print(f'{label}: {means[label]:+.4f} nats per token on average over positions {line[0]["position"]} to '
-              f'{line[-1]["position"]}, {lasts[label]:+.4f} at the last, from {line[0]["documents"]:,} documents')
-    for where, nats in (('on average', means), ('at the last position', lasts)):
-        first, *others = nats
-        for label in filter(nats.get, others):  # no ratio to a label that loses nothing
-            print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
+        found = {'extra nll, mean': np.mean([row['extra_nll'] for row in line]), 'last': line[-1]['smoothed']}
+        first = summary[0] if summary else found
+        summary.append({'label': label, **found, 'documents': line[0]['documents'], **{
+            f'first / {key}': first[key] / value if value else None for key, value in found.items()}})
+    figures.show(summary)
     return {'.csv': rows, '.png': plot(rows)}
 
 

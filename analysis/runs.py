@@ -234,11 +234,11 @@ def curves_of(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset
     return curves
 
 
-def curves_by_size(runs: list[Run], s, curve_of: Callable, ignored: Set[str] = frozenset()) -> dict:
+def curves_by_size(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset(),
+                   labels: str | None = None) -> dict:
     """Return {size: result of `curves_of`}, sizes ascending, such as {'131.1M': {label: curve}}.
 
-    The baseline comes first: s.baseline, or the first label. Sizes without the baseline, or with
-    one label alone, are skipped with a message. s also has `labels`.
+    Sizes with one label alone are skipped with a message.
     """
     parameters, sizes = map_readable(runs, lambda run: run.parameters), {}
     for run in sorted(parameters, key=parameters.get):
@@ -247,13 +247,11 @@ def curves_by_size(runs: list[Run], s, curve_of: Callable, ignored: Set[str] = f
         sizes[max(sizes)].append(run)
 
     def compared(n):
-        ordered = sorted(sizes[n], key=runs.index)
-        curves = curves_of(ordered, curve_of, ignored, s.labels)
-        baseline = s.baseline or next(iter(curves))
-        if baseline not in curves or len(curves) < 2:
-            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected '
-                            f'{s.baseline or "a baseline"} and others')
-        return {baseline: curves.pop(baseline), **curves}
+        curves = curves_of(sorted(sizes[n], key=runs.index), curve_of, ignored, labels)
+        if len(curves) < 2:
+            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected a baseline '
+                            'and others')
+        return curves
     return {short_number(n): curves for n, curves in map_readable(sizes, compared).items()}
 
 

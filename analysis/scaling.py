@@ -3,20 +3,15 @@
     python eval.py RUN RUN ... --paper=sps
     python -m analysis.scaling RUN RUN ... --out=NAME
 
-Accuracy is the mean over the paper's tasks, from eval.jsonl; loss is the final validation loss.
+The baseline is the first group of runs. Accuracy is the mean over the paper's tasks, from
+eval.jsonl; loss is the final validation loss.
 Runs within 10% of each other's parameter count share a size. Writes NAME.png and NAME.csv.
 """
 import statistics
-from dataclasses import dataclass
 
 from analysis import figures
 from analysis.runs import curves_by_size, finished
 from eval import PAPERS
-
-
-@dataclass
-class Settings(figures.Settings):
-    baseline: str | None = None  # label that the others are compared with; None: the first
 
 
 def outcome(runs: list) -> dict:
@@ -59,13 +54,11 @@ def plot(rows: list[dict], baseline: str):
     return figure
 
 
-@figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
-    sizes = curves_by_size(runs, s, outcome)
+@figures.script(figures.Settings)
+def main(runs: list, s: figures.Settings) -> dict:
+    sizes = curves_by_size(runs, outcome, labels=s.labels)
     rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes)]
-    for row in rows:
-        print(f'{row["size"]} {row["label"]}: validation loss {row["loss_gain"]:+.4f}'
-              + ('' if row['accuracy_gain'] is None else f', accuracy {row["accuracy_gain"]:+.2f} points'))
+    figures.show(rows, 'size', 'label', 'seeds', 'loss_gain', 'accuracy_gain')
     if any(row['accuracy_gain'] is None for row in rows):
         print('no accuracy for runs without all tasks in eval.jsonl: python eval.py RUN --paper=sps')
     return {'.csv': rows, '.png': plot(rows, next(iter(next(iter(sizes.values())))))}

@@ -34,8 +34,10 @@ def score_names(run, prefixes: tuple[str, ...]) -> list[str]:
     return list(names)
 
 
-def solved_from(points: list[dict]) -> int | None:
-    """Return the step from which the mean over seeds stays at SOLVED or above, or None."""
+def solved_from(name: str, points: list[dict]) -> int | None:
+    """Return the step from which a score's mean over seeds stays at SOLVED or above, or None."""
+    if not any(score in name for score in Settings.scores):  # a loss; rnn_accuracy_1 is a score, too
+        return None
     first = holds_from(points, lambda p: p['mean'] >= SOLVED)
     return first and first['step']
 
@@ -76,29 +78,21 @@ def plot_bars(rows: list[dict]):
     return figure
 
 
-def print_end(row: dict, points: list[dict]) -> None:
-    """Print a score at the end, its row in the CSV, and when it was solved."""
-    step, verdict = solved_from(points), ''
-    if any(score in row['score'] for score in Settings.scores):  # rnn_accuracy_1, too, but no loss
-        verdict = ', not solved' if step is None else f', at least {SOLVED} from step {step:,} on'
-    print(f'  {row["score"]}: {row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}, '
-          f'seeds: {row["seeds"]}) after {row["step"]:,} steps{verdict}')
-
-
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
     def scores_of(own):
         own = finished(own) if s.bars else own  # unfinished runs have no final score
         return {name: curve(own, name) for name in score_names(own[0], s.scores)}
-    parts, rows = {}, []
+    parts, rows, ends = {}, [], []
     for run in runs:
         parts.setdefault(run.record['settings']['data'] if s.bars else '', []).append(run)
     for data, part in parts.items():
         for label, scores in curves_of(part, scores_of, labels=s.labels).items():
-            print(f'{data}, {label}' if data else label)
             for name, points in scores.items():
-                rows += [({'data': data} if s.bars else {}) | {'label': label, 'score': name} | p for p in points]
-                print_end(rows[-1], points)
+                own = ({'data': data} if s.bars else {}) | {'label': label, 'score': name}
+                rows += [own | p for p in points]
+                ends.append(rows[-1] | {'solved from': solved_from(name, points)})
+    figures.show(ends, *own, 'mean', 'lowest', 'highest', 'seeds', 'step', 'solved from')
     return {'.csv': rows, '.png': plot_bars(rows) if s.bars else plot(rows)}
 
 

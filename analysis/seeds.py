@@ -79,17 +79,14 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    losses = curves_of(runs, lambda own: [run.final_loss() for run in finished(own)], labels=s.labels)
-    rows, groups = tests(losses, s), []
+    losses, groups = curves_of(runs, lambda own: [run.final_loss() for run in finished(own)], labels=s.labels), []
     for label, values in losses.items():
         low, high = figures.interval(values)
         groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
                        'high': high, 'losses': ' '.join(map(repr, values))})
-        bounds = '' if low is None else f', 95% interval {figures.interval_text(low, high)}'
-        print(f'{label}: {statistics.mean(values):.4f}{bounds} (seeds: {len(values)})')
-    for row in rows:
-        print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
-              f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')
+    rows = tests(losses, s)
+    for table in filter(None, (groups, rows)):
+        figures.show(table)
     return {'.csv': groups, '.png': plot(groups, losses)} | ({'_tests.csv': rows} if rows else {})
 
 

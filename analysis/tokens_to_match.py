@@ -2,7 +2,7 @@
 
     python -m analysis.tokens_to_match RUN RUN ... --out=NAME
 
-Figures 1 and 2 of the SPS paper, for each method and `baseline`, at each size:
+Figures 1 and 2 of the SPS paper, for each method and the baseline (the first group), at each size:
 
 * figure 1: the tokens that the baseline needs to reach the method's last loss before its decay (SPS
   at 18B tokens), divided by 18B. In the paper, 2.6 at XL;
@@ -16,16 +16,11 @@ from dataclasses import dataclass
 
 from analysis import figures
 from analysis.loss_curves import set_axes
-from analysis.runs import curve, curves_by_size, finished, short_number
+from analysis.runs import curve, curves_by_size, finished
 from common.files import UserError
 from common.runs import last_before_decay
 
 LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # settings of length and decay
-
-
-@dataclass
-class Settings(figures.Settings):
-    baseline: str | None = None  # label that the others are compared with; None: the first
 
 
 @dataclass
@@ -85,19 +80,14 @@ def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     return figure
 
 
-@figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
-    sizes, rows = curves_by_size(runs, s, constant_rate, LENGTH), []
+@figures.script(figures.Settings)
+def main(runs: list, s: figures.Settings) -> dict:
+    sizes, rows = curves_by_size(runs, constant_rate, LENGTH, s.labels), []
     for size, curves in sizes.items():
         baseline, *others = curves
         rows += [{'size': size} | match(target, by, curves) for other in others
                  for target, by in ((other, baseline), (baseline, other))]
-    for row in rows:
-        tokens = short_number(row['tokens'] or row['searched'])
-        found = (f'reaches it after {tokens} tokens: {row["tokens_ratio"]:.3f} times as many' if row['tokens']
-                 else f'does not reach it within {tokens} tokens')
-        print(f'{row["size"]}: {row["loss_of"]} has a loss of {row["loss"]:.4f} when its decay begins, at '
-              f'{short_number(row["budget"])} tokens; {row["by"]} {found}')
+    figures.show(rows, 'size', 'loss_of', 'loss', 'budget', 'by', 'searched', 'tokens', 'tokens_ratio')
     return {'.csv': rows, '.png': plot(sizes, rows)}
 
 

@@ -46,9 +46,8 @@ def plot(lines: dict[str, list[dict]]):
 @figures.script(figures.Settings)
 def main(runs: list, s: figures.Settings) -> dict:
     lines = curves_of(runs, sweep, {'window'}, s.labels)
-    for label, points in lines.items():
-        print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))
     rows = [row | {'window': window_name(row['window'])} for row in figures.labeled(lines)]
+    figures.show(rows)
     return {'.csv': rows, '.png': plot(lines)}
 
 

@@ -1,6 +1,7 @@
 """Figures and tables: each script reads run folders and writes a figure and the numbers behind it.
 
-docs/evaluation.md and each paper's page list the commands. figures.py is the shared code.
+docs/evaluation.md and each paper's page list the commands. runs.py reads and groups runs, figures.py
+writes and draws.
 """
 import sys
 

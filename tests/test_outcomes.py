@@ -113,6 +113,7 @@ def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
     # conversely: SPS first reaches 3.2 or less at 1,300
     assert (second['loss_of'], second['by'], second['tokens']) == ('standard', 'sps', '1300')
     assert '5200        2.8889' in found.stdout
+    assert drawn(tmp_path, 'tokens_to_match', sps, short, long)[0][0]['by'] == 'sps'  # the first is the baseline
     stopped = length_run(tmp_path / 'stopped', 'standard', constant[:31], 10_000, every=200, extend=short)
     assert drawn(tmp_path, 'tokens_to_match', short, sps, stopped)[0][0]['tokens'] == '5200'
     # without the long run, Standard never reaches it, whatever an unfinished second seed says

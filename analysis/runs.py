@@ -2,7 +2,6 @@
 import itertools
 import random
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from functools import cached_property
@@ -192,14 +191,6 @@ def group(runs: list[Run], ignored: Set[str] = frozenset(), labels: str | None =
     return dict(zip(names, members))
 
 
-def comparison_warning(runs: list[Run]) -> str | None:
-    """Return a warning if the losses of these runs cannot be compared, else None."""
-    for key, what in (('n_ids', 'vocabularies'), ('sha256', 'data')):
-        if len({run.record['data'][key] for run in runs}) > 1:
-            return f'these runs have different {what}: their losses in nats per token cannot be compared'
-    return None
-
-
 def map_readable(items: Iterable, function: Callable) -> dict:
     """Return {item: function(item)}, skipping items that raise UserError or OSError.
 
@@ -229,8 +220,8 @@ def curves_of(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset
         texts = [setting_label(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
         if hidden := set(texts) - set(label.split(', ')):
             print(f'{label}: also {", ".join(sorted(hidden))}')
-    if warning := comparison_warning([run for label in curves for run in groups[label]]):
-        print(warning, file=sys.stderr)
+    if len({run.record['data']['sha256'] for label in curves for run in groups[label]}) > 1:
+        warn_once('these runs have different data: their losses in nats per token cannot be compared')
     return curves
 
 

@@ -9,9 +9,10 @@ Writes NAME.csv and NAME.png: accuracy over position for each configuration, ave
 from dataclasses import dataclass
 
 from analysis import figures
+from analysis.runs import curves_of, spread, usable_runs
 from common.files import UserError
 from common.machine import Device, pick_device
-from common.runs import load_run, read_run
+from common.runs import load_run
 from common.settings import check_ranges
 from data import open_data
 from data.a5 import Task
@@ -21,7 +22,7 @@ WHO = {'accuracy': '', 'rnn_accuracy': ', p_psi as an RNN'}  # score: suffix of 
 
 
 @dataclass
-class Settings(figures.CodeSettings):
+class Settings(figures.Settings):
     length: int = 36  # elements per word
     words: int = 10_000  # number of held-out words, the same for all runs (paper: about 100,000)
     batch_size: int = 1000  # words evaluated at a time
@@ -33,43 +34,40 @@ class Settings(figures.CodeSettings):
 
 def trained_length(run) -> int:
     """Return the word length that a run was trained on. Raises UserError for runs on other data."""
-    name = read_run(run)['settings'].get('data')
+    name = run.record['settings'].get('data')
     if task_class(name) is not Task:
         raise UserError(f'{run} was trained on {name}: expected a run of a5')
     return make_task(name).length
 
 
-def measure(folders: list[str], s: Settings) -> list[dict]:
+def measure(runs: list, s: Settings) -> list[dict]:
     """Return the CSV rows, without labels, for runs that differ only in the seed."""
-    length, device = trained_length(folders[0]), pick_device(s.device)
+    length, device = trained_length(runs[0]), pick_device(s.device)
     data = open_data(f'a5:length={s.length},val_rows={s.words}')
-    trained = [load_run(run, device, code=s.code)[0] for run in figures.usable_runs(folders)]
+    trained = [load_run(run.folder, device, code=s.code, model=s.model)[0] for run in usable_runs(runs)]
     found = [data.score(model, device, s.batch_size) for model in trained]
     return [{'who': who, 'trained': length, 'position': t}
-            | figures.spread([scores[f'{score}_{t}'] for scores in found])
+            | spread([scores[f'{score}_{t}'] for scores in found])
             for score, who in WHO.items() if f'{score}_1' in found[0] for t in range(1, s.length + 1)]
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure('A5: accuracy of the predicted state, by position', figsize=(8.5, 4.5))
-    for label, line, style in figures.styled(figures.by_label(rows)):
-        figures.draw_band(axes, [row['position'] for row in line], line, label=label, **style)
+    figure, (axes,) = figures.new_figure('A5: accuracy of the predicted state, by position')
+    figures.draw(axes, rows, 'position')
     for length in {row['trained'] for row in rows}:
         axes.axvline(length, color='gray', linestyle=':', label=f'word length in training: {length}')
     axes.set(xlabel='position in the word, elements read', ylabel='accuracy (fraction of words)', ylim=(0, 1.02))
-    figure.legend(loc='outside right center', title=figures.BAND)
+    figures.add_legend(figure, figures.BAND)
     return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('a5 RUN RUN ... --length=36 --out=NAME', Settings, argv) as (s, runs):
-        measured = figures.curves_of(runs, lambda folders: measure(folders, s), labels=s.labels)
-        rows = [{'label': label + row['who']} | row for label, own in measured.items() for row in own]
-        for label, line in figures.by_label(rows).items():
-            shown = [row for row in line if row['position'] in (row['trained'], s.length)]
-            print(f'{label}: ' + ', '.join(f'{row["mean"]:.3f} ({row["lowest"]:.3f} to {row["highest"]:.3f}) after '
-                                           f'{row["position"]} elements' for row in shown))
-        figures.write_figure(s.out, runs, 'a5', rows, plot(rows))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    measured = curves_of(runs, lambda own: measure(own, s), labels=s.labels)
+    rows = [row | {'label': row['label'] + row['who']} for row in figures.labeled(measured)]
+    figures.show([row for row in rows if row['position'] in (row['trained'], s.length)],
+                 'label', 'position', 'mean', 'lowest', 'highest', 'seeds')
+    return {'.csv': rows, '.png': plot(rows)}
 
 
 if __name__ == '__main__':

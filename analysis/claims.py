@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 
 from analysis import context_ready, figures, gpn_state, gradient_flow, probes
-from analysis.compare import make_method, set_best_rates, train_seeds
-from analysis.figures import final_loss, logged, paired_difference, paired_gaps, read_csv, settings_of, write_csv
+from analysis.compare import Method, set_best_rates, train_seeds
+from analysis.figures import read_csv
+from analysis.runs import Run
 from analysis.scores import score_names
-from bench import RESULTS, markdown_table, one_line, where_and_when
-from common.files import UserError, friendly_errors, write_file
-from common.machine import pick_device
-from common.runs import load_run, read_log, run_data
+from bench import RESULTS, one_line, where_and_when
+from common.files import UserError, friendly_errors
 from common.settings import check_ranges, load_settings
 from common.speculative import validation_drafts
 
@@ -99,53 +98,60 @@ def select_claims(only: str) -> list[Claim]:
     return [claim for claim in CLAIMS if {'all', claim.paper, claim.name} & {*names}]
 
 
-# ---- the statistics of a run ----
+# ---- the statistics of a run, computed once: claims share runs and statistics ----
 
-def later_gradient(run) -> dict[str, float]:
+@cache
+def later_gradient(run: Run) -> dict[str, float]:
     """Return r(p, k) of `analysis.gradient_flow` as a geometric mean over k = 1 to 96."""
     s = gradient_flow.fitted(gradient_flow.Settings(n_documents=16, block_size=256, max_k=96), [run])
     means = gradient_flow.measure(run, s)[0][:, 1:].log().mean(1).exp().tolist()  # x and rho, or the only stream
     return {'later gradient at x': means[0], 'later gradient where it predicts': means[-1]}
 
 
-def unrolls(run) -> dict[str, float]:
+@cache
+def unrolls(run: Run) -> dict[str, float]:
     """Return L and how much of the gap K = 3 closes, from `analysis.context_ready`."""
-    row = context_ready.analyze(run, context_ready.Settings(tokens=32_768))
+    row = context_ready.row_of(run, context_ready.Settings(tokens=32_768))
     gap = row['K=1'] - row['K=5']
     return {'contraction L, windows pooled': nan if row['L_pooled'] == '' else row['L_pooled'],
             'gap in perplexity that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
 
 
-def drafts(run) -> dict[str, float]:
-    model, record = load_run(run, pick_device('auto'))
-    found = validation_drafts(model, run_data(record, None), record['settings']['block_size'], 16)
+@cache
+def drafts(run: Run) -> dict[str, float]:
+    model, data = figures.load(run, figures.ModelSettings())
+    found = validation_drafts(model, data, run.settings.block_size, 16)
     return {'tokens accepted a draft': found.accepted_per_step,
             'first drafted token accepted': found.accepted_at[0] / found.tried_at[0]}
 
 
-def gpn_states(run) -> dict[str, float]:
+def gpn_states(run: Run) -> dict[str, float]:
     """Return statistics of `analysis.gpn_state`, from eight batches of eight validation windows."""
-    rows = gpn_state.analyze(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
+    rows = gpn_state.rows_of(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
     return {name: number for part, name, _, number in rows if part == 'mean direction'}
 
 
-def last_score(run, prefix: str) -> float:
-    """Return the mean of the last logged scores whose names start with the prefix."""
-    log = read_log(run)
-    return statistics.mean(logged(log, name)[-1] for name in score_names([run], prefix))
+def levels_solved(run: Run) -> dict[str, float]:
+    """Return the mean of the last logged scores of a pointer-chasing run."""
+    return {'levels solved': statistics.mean(run.logged(name)[-1] for name in score_names(run, 'levels_solved'))}
 
 
-STATISTICS = {  # name: function(run folder) -> dict that has this name as a key
-    'loss': lambda run: {'loss': final_loss(run)},
+def far_probe(run: Run) -> dict[str, float]:
+    """Return the loss of the last probe of `analysis.probes`."""
+    s = probes.Settings(offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3)
+    return {'nats of a probe 20 ahead': probes.measure(run, s)[-1]}
+
+
+STATISTICS = {  # name: function(run) -> dict that has this name as a key
+    'loss': lambda run: {'loss': run.final_loss()},
     'later gradient at x': later_gradient,
     'later gradient where it predicts': later_gradient,
     'contraction L, windows pooled': unrolls,
     'gap in perplexity that K = 3 closes': unrolls,
     'tokens accepted a draft': drafts,
     'first drafted token accepted': drafts,
-    'nats of a probe 20 ahead': lambda run: {'nats of a probe 20 ahead': probes.measure(run, probes.Settings(
-        offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3))[-1]},
-    'levels solved': lambda run: {'levels solved': last_score(run, 'levels_solved')},
+    'nats of a probe 20 ahead': far_probe,
+    'levels solved': levels_solved,
     'rank correlation with the unigram': gpn_states,
 }
 
@@ -155,8 +161,8 @@ STATISTICS = {  # name: function(run folder) -> dict that has this name as a key
 def judge(ours: list[float], other: list[float], direction: str, margin: float) -> dict:
     """Compare one number per seed on each side, or with a fixed number. Return result columns."""
     from scipy.stats import ttest_1samp
-    sign, gaps = {'lower': 1, 'higher': -1}[direction], paired_gaps(ours, other)
-    difference, low, high = paired_difference(ours, other)
+    sign, gaps = {'lower': 1, 'higher': -1}[direction], figures.paired_gaps(ours, other)
+    difference, (low, high) = statistics.mean(gaps), figures.interval(gaps)
     return {'difference': difference, 'low': low, 'high': high, 'sd': statistics.stdev(gaps),
             'agrees': sign * difference < margin, 'p': ttest_1samp([sign * x - margin for x in gaps], 0).pvalue}
 
@@ -167,6 +173,13 @@ def holm(p_values: list[float], n: int) -> list[float]:
     return [min(1, max((n - i) * q for i, q in enumerate(ordered[:ordered.index(p) + 1]))) for p in p_values]
 
 
+def smallest_effect(sd: float, seeds: int, alpha: float, power: float = 0.8) -> float:
+    """Return the effect that a two-sided paired t-test at level alpha finds with this power."""
+    from scipy import optimize, stats
+    critical = stats.t.ppf(1 - alpha / 2, seeds - 1)
+    return sd / seeds ** 0.5 * optimize.brentq(lambda shift: stats.nct.sf(critical, seeds - 1, shift) - power, 0, 1000)
+
+
 def add_verdicts(rows: list[dict]) -> dict[str, dict]:
     """Add corrected p-values and verdicts to rows of `make_row`. Returns {name: row}."""
     tested = {paper: [c.name for c in CLAIMS if c.paper == paper and c.tested] for paper in PAPERS}
@@ -174,7 +187,7 @@ def add_verdicts(rows: list[dict]) -> dict[str, dict]:
     for names in tested.values():
         of_paper = [row for row in rows if row['name'] in names]
         for row, p in zip(of_paper, holm([row['p'] for row in of_paper], len(names))):
-            smallest = figures.smallest_effect(row['sd'], row['seeds'], ALPHA / len(names))
+            smallest = smallest_effect(row['sd'], row['seeds'], ALPHA / len(names))
             verdict = UNSEEN if p >= ALPHA else SUPPORTED if row['agrees'] else OPPOSITE
             found[row['name']] = row | {'p_holm': p, 'smallest': smallest, 'verdict': verdict}
     return found
@@ -225,7 +238,7 @@ def markdown(rows: dict[str, dict]) -> str:
     for paper, title in PAPERS.items():
         shown = [in_markdown(c, rows[c.name]) for c in CLAIMS if c.paper == paper and c.name in rows]
         if shown:
-            lines += ['', f'## {title}', '', markdown_table(shown)]
+            lines += ['', f'## {title}', '', figures.markdown_table(shown)]
     return '\n'.join(lines) + '\n'
 
 
@@ -243,7 +256,7 @@ def in_markdown(c: Claim, row: dict) -> dict[str, str]:
 
 def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
     """Train the runs that the claims need. Returns {name of RUNS: runs, one per seed}."""
-    needed = {name: make_method(arguments(name), f'{out}/{name}')
+    needed = {name: Method(arguments(name), f'{out}/{name}')
               for name in RUNS if any(name in (c.ours, c.other) for c in claims)}
     searched = {name: method for name, method in needed.items() if RUNS[name]['search_rate'] == 'yes'}
     if searched:
@@ -251,25 +264,27 @@ def train(s: Settings, claims: list[Claim], out: Path) -> dict[str, list[Path]]:
     return train_seeds(needed, s.seeds, s.jobs)
 
 
-def measured_rows(claims: list[Claim], runs: dict[str, list[Path]]) -> dict[str, dict]:
+def measured(side: str | float, statistic: str, runs: dict[str, list[Run]]) -> tuple:
+    """Return a side of a claim: its numbers, one per seed, its training tokens and its command."""
+    if isinstance(side, float):
+        return [side], '', ''
+    if side not in RUNS:
+        row = comparison_row(side)
+        return [*map(float, row['losses'].split())], row['tokens'], f'bench/results/{side}'
+    settings = runs[side][0].settings
+    command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
+    numbers = [STATISTICS[statistic](run)[statistic] for run in runs[side]]
+    return numbers, settings.max_tokens, ' '.join(command)
+
+
+def measured_rows(claims: list[Claim], folders: dict[str, list[Path]]) -> dict[str, dict]:
     """Return {name: `make_row`} of claims whose runs are trained."""
-    statistics_of, rows, where = cache(lambda measure, run: measure(run)), {}, one_line(where_and_when())
+    runs = {name: [*map(Run, of_seeds)] for name, of_seeds in folders.items()}
+    rows, where = {}, one_line(where_and_when())
     for c in claims:
-        numbers, costs = [], dict.fromkeys(COSTS, '')
-        for who, side in (('our', c.ours), ('other', c.other)):
-            if isinstance(side, float):
-                numbers.append([side])
-                continue
-            if side not in RUNS:
-                row = comparison_row(side)
-                numbers.append([*map(float, row['losses'].split())])
-                costs |= {f'{who}_tokens': row['tokens'], f'{who}_command': f'bench/results/{side}'}
-                continue
-            numbers.append([statistics_of(STATISTICS[c.statistic], run)[c.statistic] for run in runs[side]])
-            settings = settings_of(runs[side][0])
-            command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
-            costs |= {f'{who}_tokens': settings.max_tokens, f'{who}_command': ' '.join(command)}
-        rows[c.name] = make_row(c, *numbers, costs | {'where': where if c.ours in RUNS else ''})
+        (ours, *our_costs), (other, *other_costs) = (measured(side, c.statistic, runs) for side in (c.ours, c.other))
+        costs = dict(zip(COSTS, (*our_costs, *other_costs, where if c.ours in RUNS else '')))
+        rows[c.name] = make_row(c, ours, other, costs)
     return rows
 
 
@@ -285,21 +300,20 @@ def main(argv: list[str] | None = None) -> None:
                       f'{c.direction}, compared with {c.other}; {"tested" if c.tested else "described"}')
             return
         claims = [c for c in chosen if has_runs(c)]
-        for c in chosen:
-            if c not in claims:
-                print(f'{c.name} is left out: bench/results has no comparison {c.ours.partition(": ")[0]} yet')
+        missing = sorted({c.ours.partition(': ')[0] for c in chosen if c not in claims})
+        where = f'bench/results has no comparison {" or ".join(missing)} yet (see trials.md there)'
         if not claims:
-            raise UserError(f'no runs for {s.only}: bench/results has no comparison '
-                            f'{chosen[0].ours.partition(": ")[0]} yet (see bench/results/trials.md)')
+            raise UserError(f'no runs for {s.only}: {where}')
+        if missing:
+            print(f'some claims are left out: {where}')
         out.mkdir(parents=True, exist_ok=True)
         runs = train(s, claims, out)
         torch.set_num_threads(1)
         rows = saved_rows(out / 'claims.csv') | measured_rows(claims, runs)
         rows = add_verdicts([rows[c.name] for c in CLAIMS if c.name in rows])
-        write_csv(out / 'claims.csv', [*rows.values()])
         text = markdown(rows)
-        write_file(out / 'claims.md', text.encode())
-        print(f'{text}\nwritten to {out}/claims.md and claims.csv')
+        print(text)
+        figures.write(out / 'claims', {'.csv': [*rows.values()], '.md': text})
 
 
 if __name__ == '__main__':

@@ -24,13 +24,12 @@ from math import inf
 from pathlib import Path
 
 from analysis import figures
-from bench import markdown_table, one_line, where_and_when
+from analysis.runs import Run
+from bench import one_line, where_and_when
 from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
-from common.models import count_parameters
 from common.run_settings import config_class, read_settings
-from common.runs import meta_run, read_log, read_run
 from common.settings import check_ranges, load_settings
 from common.validation import perplexity
 from data import open_data
@@ -59,7 +58,7 @@ class Settings:
 def loss_of(folder: Path) -> float | None:
     """Return the final loss of a run, inf if it diverged, None if it is not finished."""
     try:
-        return figures.final_loss(folder)
+        return Run(folder).final_loss()
     except (UserError, OSError):
         return inf if (folder / DIVERGED).exists() else None
 
@@ -67,7 +66,7 @@ def loss_of(folder: Path) -> float | None:
 def check_same(folder: Path, args: list[str]) -> None:
     """Raise UserError if the folder's run has other settings or data than args."""
     wanted, _, _ = read_settings(TrainSettings, [*args, f'--out_dir={folder}', '--resume'])
-    if open_data(wanted.data).sha256 != read_run(folder)['data']['sha256']:
+    if open_data(wanted.data).sha256 != Run(folder).record['data']['sha256']:
         raise UserError(f'{folder} was trained on data other than {wanted.data}: give another --out_dir')
 
 
@@ -113,22 +112,19 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
 @dataclass
 class Method:
     args: list[str]  # arguments of train.py, without learning rate, seed and folder
-    settings: TrainSettings  # the settings that args give
-    rate: float  # learning rate, or where the search for it starts
-    runs: str  # path prefix of its run folders
+    prefix: str  # path prefix of its run folders
+    rate: float | None = None  # learning rate, or where the search for it starts; None: as configured
     share: float = SHARE  # of the tokens, with seed 0
+
+    def __post_init__(self):
+        self.settings, *_ = load_settings(TrainSettings, self.args, config_class)
+        self.rate = self.rate or self.settings.learning_rate
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
         """Return a run's folder and arguments. Seed 0, for choosing the rate, has fewer tokens."""
         fewer = [f'--{key}={int(getattr(self.settings, key) * self.share)}' for key in ('max_tokens', 'warmup_tokens')]
-        return (Path(f'{self.runs}_lr{rate:.3g}_seed{seed}'),
+        return (Path(f'{self.prefix}_lr{rate:.3g}_seed{seed}'),
                 [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate:.3g}', f'--seed={seed}'])
-
-
-def make_method(args: list[str], runs: str, rate: float | None = None, share: float = SHARE) -> Method:
-    """Return the Method of train.py arguments. rate: start of the search; None: as configured."""
-    settings, *_ = load_settings(TrainSettings, args, config_class)
-    return Method(args, settings, rate or settings.learning_rate, runs, share)
 
 
 def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
@@ -151,7 +147,7 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
                                 'a lower learning_rate')
             wanted[name] = [best / STEP] * (best == min(of_rate)) + [best * STEP] * (best == max(of_rate))
             methods[name].rate = best
-    folder = Path(next(iter(methods.values())).runs).parent
+    folder = Path(next(iter(methods.values())).prefix).parent
     figures.write_csv(folder / 'rates.csv', [{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': loss}
                       for name, of_rate in losses.items() for rate, loss in sorted(of_rate.items())])
 
@@ -164,23 +160,18 @@ def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[ob
     return {name: list(runs) for name, runs in cells.items()}
 
 
-def speed(run: Path) -> float:
-    """Return the median training tokens/s in a run's log."""
-    return figures.median(read_log(run), 'tokens_per_s')
-
-
 def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
     """Parse the arguments as {name: method}. Raises UserError if they are not comparable."""
     methods = {}
     for argument in arguments:
         name, colon, command = argument.partition(': ')
-        runs = str(Path(s.out_dir) / re.sub(r'\W+', '_', name))
-        if not colon or runs in [method.runs for method in methods.values()]:
+        prefix = str(Path(s.out_dir) / re.sub(r'\W+', '_', name))
+        if not colon or prefix in [method.prefix for method in methods.values()]:
             raise UserError(f"{argument!r} has {'the name of another model' if colon else 'no name'}: expected "
                             "'NAME: CONFIG --setting=value ...', with distinct names")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        methods[name] = method = make_method(args, runs, share=s.share)
+        methods[name] = method = Method(args, prefix, share=s.share)
         if method.settings.dtype == 'auto':
             method.settings.dtype = one_dtype(method.settings.device)
             args.append(f'--dtype={method.settings.dtype}')
@@ -200,22 +191,21 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
 
     Size, state, FLOPs and speed are from the first seed.
     """
-    losses = {name: [figures.final_loss(run) for run in folders] for name, folders in runs.items()}
+    losses = {name: [Run(folder).final_loss() for folder in folders] for name, folders in runs.items()}
     reference, *_ = losses.values()
     rows = []
     for name, values in losses.items():
-        run, loss, (low, high) = runs[name][0], statistics.mean(values), figures.interval(values)
-        settings, model = figures.settings_of(run), meta_run(run)
-        has_cache = getattr(model, 'new_cache', None)
-        row = {'model': name, 'parameters': count_parameters(model),
-               'state_bytes': model.new_cache(1, settings.block_size).nbytes if has_cache else None,
-               'lr': settings.learning_rate, 'tokens': settings.max_tokens,
-               'flops': (figures.flops_per_token(run) or 0) * settings.max_tokens or None,
-               'tokens_per_s': speed(run), 'seeds': len(values), 'loss': loss, 'low': low, 'high': high,
-               'perplexity': perplexity(loss),
+        run, loss, (low, high) = Run(runs[name][0]), statistics.mean(values), figures.interval(values)
+        model, tokens, has_cache = run.model, run.settings.max_tokens, getattr(run.model, 'new_cache', None)
+        row = {'model': name, 'parameters': run.parameters,
+               'state_bytes': model.new_cache(1, run.settings.block_size).nbytes if has_cache else None,
+               'lr': run.settings.learning_rate, 'tokens': tokens,
+               'flops': (run.flops_per_token or 0) * tokens or None, 'tokens_per_s': run.median('tokens_per_s'),
+               'seeds': len(values), 'loss': loss, 'low': low, 'high': high, 'perplexity': perplexity(loss),
                **dict.fromkeys(['minus_first', 'its_low', 'its_high']), 'losses': ' '.join(map(repr, values))}
         if values is not reference:
-            row['minus_first'], row['its_low'], row['its_high'] = figures.paired_difference(values, reference)
+            gaps = figures.paired_gaps(values, reference)
+            row['minus_first'], (row['its_low'], row['its_high']) = statistics.mean(gaps), figures.interval(gaps)
         rows.append(row)
     return rows
 
@@ -230,7 +220,7 @@ def loss_table(rows: list[dict]) -> str:
         '95%': figures.interval_text(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}',
         f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
         '95% of that': figures.interval_text(r['its_low'], r['its_high'], '+')} for r in rows]
-    return markdown_table(found if len(rows) > 1 else [dict([*found[0].items()][:-2])])
+    return figures.markdown_table(found if len(rows) > 1 else [dict([*found[0].items()][:-2])])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -242,12 +232,11 @@ def main(argv: list[str] | None = None) -> None:
         if s.rates_only:
             return print(f'written to {out}/rates.csv')
         runs = train_seeds(methods, s.seeds, s.jobs)
-        rows, ((run, *_), *_) = table(runs), runs.values()
-        text = (f'{one_line(where_and_when())}. Data {figures.settings_of(run).data}, {s.jobs} runs at a time with '
+        rows, first = table(runs), next(iter(methods.values()))
+        text = (f'{one_line(where_and_when())}. Data {first.settings.data}, {s.jobs} runs at a time with '
                 f'one thread each.\n\n{loss_table(rows)}\n')
-        figures.write_csv(out / 'compare.csv', rows)
-        write_file(out / 'compare.md', text.encode())
-        print(f'{text}\nwritten to {out}/compare.md and compare.csv')
+        print(text)
+        figures.write(out / 'compare', {'.csv': rows, '.md': text})
 
 
 if __name__ == '__main__':

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from analysis import figures
+from analysis.runs import named
 from common.run_settings import check_windows
 from common.settings import check_ranges
 from common.validation import perplexity
@@ -72,11 +73,11 @@ def contraction(moves):
     return {name: round(float(value), 3) for name, value in zip(ESTIMATES, values)}
 
 
-def analyze(run, s):
+def row_of(run, s):
     """Return the row of a run in the table."""
-    model, record, data = figures.load_model_and_data(run, s)
+    model, data = figures.load(run, s)
     figures.require(model, run, 'prepare', 'iterates', 'correct', 'stream', 'nll')
-    c, T = model.config, record['settings']['block_size']
+    c, T = model.config, run.record['settings']['block_size']
     check_windows(data, T)
     windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))
     counts, nats, moves, unrolls = [], [], [], []
@@ -91,8 +92,8 @@ def analyze(run, s):
         unrolls.append(used)
     perplexities = {k: perplexity(np.average([nll[k] for nll in nats], weights=counts)) for k in nats[0]}
     variant = 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
-    row = {'run': run, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd, 'C/N': round(c.n_embd / c.n_layer), 'T': T,
-           'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
+    row = {'run': run.folder, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd,
+           'C/N': round(c.n_embd / c.n_layer), 'T': T, 'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
     row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
     row |= {'sequential': round(perplexities['sequential'], 3),
             'K=1 - K=5': round(row['K=1'] - row['K=5'], 3) if c.K > 1 else '',
@@ -110,26 +111,26 @@ def costs(model):
 
 
 def plot(rows, names):
-    figure, axes = figures.new_figure('Context-Ready: perplexity by parallel unrolls', figsize=(8, 4.5))
-    for run, row, style in figures.styled({row['run']: row for row in rows}):
+    figure, (axes,) = figures.new_figure('Context-Ready: perplexity by parallel unrolls')
+    style_of = figures.styles(names)
+    for name, row in zip(names, rows):
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
-        axes.plot(*zip(*points), marker='o', markersize=5, label=names[run], **style)
-        axes.axhline(row['sequential'], color=style['color'], linestyle=':', linewidth=1)
+        axes.plot(*zip(*points), marker='o', markersize=5, label=name, **style_of[name])
+        axes.axhline(row['sequential'], color=style_of[name]['color'], linestyle=':', linewidth=1)
     axes.set(xlabel='parallel unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
              xticklabels=DEPTHS)
     axes.xaxis.minorticks_off()
     figures.number_log_axis(axes.yaxis, *axes.get_ylim())
-    figure.legend(loc='outside right center', title='Line: K unrolls\nDotted: sequential')
+    figures.add_legend(figure, 'Line: K unrolls\nDotted: sequential')
     return figure
 
 
-def main(argv=None):
-    with figures.runs_to_read('context_ready RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        names = figures.run_names(runs, s.labels)
-        rows = [analyze(run, s) for run in runs]
-        for row in rows:
-            print('  '.join(f'{k} {v}' for k, v in row.items()))
-        figures.write_figure(s.out, runs, 'context_ready', rows, plot(rows, names))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    rows = [row_of(run, s) for run in runs]
+    for row in rows:
+        print('  '.join(f'{k} {v}' for k, v in row.items()))
+    return {'.csv': rows, '.png': plot(rows, named(runs, s.labels).values())}
 
 
 if __name__ == '__main__':

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
+from analysis.runs import named
 from common.files import UserError
 from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
@@ -251,7 +252,7 @@ def plot(rows, name='a GPN'):
     for part, name, x, value in rows:
         curves.setdefault(part, {}).setdefault(name, []).append((x, value))
     parts = [part for part in PANELS if part in curves]
-    figure, axes = figures.panels(f'State and memory of {name}', len(parts), 4, (5, 4))
+    figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
     for ax, part in zip(axes, parts):
         title, x_label, y_label, scale = PANELS[part]
         if part == 'perplexity':
@@ -277,14 +278,14 @@ def print_summary(rows):
         print(f'{name}: {"  ".join(values)}')
 
 
-def analyze(run: str, s: Settings):
+def rows_of(run, s: Settings):
     """Return the rows of `measure` for a run."""
-    model, record, data = figures.load_model_and_data(run, s)
+    model, data = figures.load(run, s)
     figures.require(model, run, 'ground_input', 'first_state', 'step')
     if model.config.eos_id is not None:
         raise UserError(f'{run} starts each document with an empty state: expected a run with --documents=False')
     device = model.fuse.weight.device
-    T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
+    T = s.block_size or getattr(data, 'T', run.record['settings']['block_size'])  # tasks have a row length T
     n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
     wanted = s.batches * batch_size
     if n_windows < wanted:
@@ -294,19 +295,19 @@ def analyze(run: str, s: Settings):
                for i in range(0, wanted, batch_size)]
     counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
     unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
-    tokenizer = load_tokenizer(record['data']['tokenizer'])
+    tokenizer = load_tokenizer(run.record['data']['tokenizer'])
     asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
     return measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'), asked_distance)
 
 
-def main(argv=None):
-    with figures.runs_to_read('gpn_state RUN --out=NAME', Settings, argv) as (s, (run, *others)):
-        if others:
-            raise UserError(f'expected one run, got {1 + len(others)}')
-        rows = analyze(run, s)
-        print_summary(rows)
-        table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
-        figures.write_figure(s.out, [run], 'gpn_state', table, plot(rows, figures.run_names([run], s.labels)[run]))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    if len(runs) > 1:
+        raise UserError(f'expected one run, got {len(runs)}')
+    rows = rows_of(runs[0], s)
+    print_summary(rows)
+    table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
+    return {'.csv': table, '.png': plot(rows, named(runs, s.labels)[runs[0]])}
 
 
 if __name__ == '__main__':

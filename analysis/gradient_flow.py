@@ -25,6 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis import figures
+from analysis.runs import curves_of, limited_block_size, long_documents, usable_runs
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.settings import check_ranges
@@ -156,9 +157,9 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
 
 # ---- over documents and runs ----
 
-def fitted(s: Settings, runs: list[str]) -> Settings:
+def fitted(s: Settings, runs: list) -> Settings:
     """Return the settings with block_size and max_k fitted to the runs' training windows."""
-    block = figures.limited_block_size(runs, s.block_size)
+    block = limited_block_size(runs, s.block_size)
     filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
     print(f'k up to {filled.max_k}, positions from {block // 16} on')
     if block < shortest_document(filled) - 1:
@@ -190,10 +191,10 @@ def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the 
     return total / len(documents)
 
 
-def measure(run: str, s: Settings):
+def measure(run, s: Settings):
     """Return a run's mean r(p, k), (S, max_k + 1), and the number of documents."""
-    model, _, data = figures.load_model_and_data(run, s)
-    documents = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, s.seed)
+    model, data = figures.load(run, s)
+    documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, s.seed)
     return mean_ratios(model, documents, s, make_progress(), run), len(documents)
 
 
@@ -220,32 +221,27 @@ def log_trend(ratios: list[float]) -> list:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure('Gradient of later losses at a position', figsize=(8.5, 4.5))
-    for label, own, style in figures.styled(figures.by_label(rows)):
-        for stream, line in zip(STREAMS, ('-', ':')):
-            points = [row for row in own if row['stream'] == stream and row['smoothed'] != '']
-            if points:
-                k, style = [row['k'] for row in points], style | {'linestyle': line}
-                axes.plot(k, [row['ratio'] for row in points], linewidth=1.5, label=f'{label}, {stream}', **style)
-                axes.plot(k, [row['smoothed'] for row in points], alpha=0.4, linewidth=0.8, **style)
+    figure, (axes,) = figures.new_figure('Gradient of later losses at a position')
+    shown = [row | {'label': f'{row["label"]}, {row["stream"]}'} for row in rows if row['smoothed'] != '']
+    style_of = {f'{label}, {stream}': style | {'linestyle': line}
+                for label, style in figures.styles(row['label'] for row in rows).items()
+                for stream, line in zip(STREAMS, ('-', ':'))}
+    figures.draw(axes, shown, 'k', 'ratio', style_of, marker=None, linewidth=1.5)
+    figures.draw(axes, shown, 'k', 'smoothed', style_of, marker=None, alpha=0.4, linewidth=0.8, label=None)
     axes.set(xlabel='distance k from the position to the loss, tokens', yscale='log',
              ylabel='gradient norm / gradient norm at k = 0')
     figures.number_log_axis(axes.yaxis, *axes.get_ylim())
-    figure.legend(loc='outside right center', title='Faint: smoothed\nx: input stream\nrho: prediction stream')
+    figures.add_legend(figure, 'Faint: smoothed\nx: input stream\nrho: prediction stream')
     return figure
 
 
-def main(argv=None):
-    with figures.runs_to_read('gradient_flow RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        s = fitted(s, runs)
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)],
-                                     labels=s.labels)
-        rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-        shown = [k for k in (1, 4, 16, 64, 256) if k < s.max_k] + [s.max_k]
-        for label, stream in dict.fromkeys((row['label'], row['stream']) for row in rows):
-            line = [row['ratio'] for row in rows if (row['label'], row['stream']) == (label, stream)]
-            print(f'{label}, {stream}: ' + ', '.join(f'k = {k}: {line[k - 1]:.3g}' for k in shown))
-        figures.write_figure(s.out, runs, 'gradient_flow', rows, plot(rows))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    s = fitted(s, runs)
+    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
+    rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
+    figures.show([row for row in rows if row['k'] in (1, 4, 16, 64, 256, s.max_k)], 'label', 'stream', 'k', 'ratio')
+    return {'.csv': rows, '.png': plot(rows)}
 
 
 if __name__ == '__main__':

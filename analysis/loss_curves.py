@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis import figures
+from analysis.runs import curve, curves_of, group, holds_from, short_number
 from common.files import UserError
 
 AXES = {'tokens': 'training tokens', 'gpu_hours': 'training time, GPU-hours', 'minutes': 'training time, minutes',
@@ -28,20 +29,15 @@ def crossing(points: list[dict], first: list[dict], axis: str) -> float | None:
     """Return the place on an axis from which `points` stay below the curve `first`, or None."""
     x, y = [p[axis] for p in first], [p['mean'] for p in first]
     comparable = [p for p in points if x[0] <= p[axis] <= x[-1]]
-    where = figures.holds_from(comparable, lambda p: p['mean'] < np.interp(p[axis], x, y))
+    where = holds_from(comparable, lambda p: p['mean'] < np.interp(p[axis], x, y))
     return where and where[axis]
 
 
 def crossings(points: list[dict], first: list[dict]) -> list[str]:
     """Format the `crossing` on each axis that both curves have."""
-    texts = {'tokens': ('', '{:,.0f} tokens'), 'minutes': ('over time ', '{:.1f} minutes'),
-             'gpu_hours': ('over GPU time ', '{:,.1f} GPU-hours'), 'flops': ('over compute ', '{:.3g} FLOPs')}
-    found = []
-    for axis, (over, amount) in texts.items():
-        if points[-1][axis] is not None and first[-1][axis] is not None:
-            where = crossing(points, first, axis)
-            found.append(over + ('never' if where is None else f'from {amount.format(where)} on'))
-    return found
+    found = {AXES[axis]: crossing(points, first, axis) for axis in axes_of([points, first])}
+    return [f'never over {what}' if where is None else f'from {short_number(where)} {what} on'
+            for what, where in found.items()]
 
 
 def axes_of(curves: list[list[dict]]) -> list[str]:
@@ -54,12 +50,11 @@ def plot(curves: dict[str, list[dict]], minus: str | None = None):
     """Draw {label: points} in a panel per axis. minus: the label that was subtracted."""
     drawn_over, what = axes_of(list(curves.values())), 'difference' if minus else 'validation loss'
     title = f'Validation loss minus that of {minus}' if minus else 'Validation loss'
-    figure, panels = figures.new_figure(title, 1, len(drawn_over), figsize=(5.5 * len(drawn_over), 5))
+    figure, panels = figures.new_figure(title, len(drawn_over), (5.5, 5))
     for axes, axis in zip(panels, drawn_over):
-        for label, points, style in figures.styled(curves):
-            figures.draw_band(axes, [p[axis] for p in points], points, label=label, **style)
+        figures.draw(axes, figures.labeled(curves), axis)
         set_axes(axes, list(curves.values()), AXES[axis], what)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=2, title=figures.BAND)
+    figures.add_legend(figure, figures.BAND, 'lower center', ncols=2)
     return figure
 
 
@@ -74,22 +69,19 @@ def set_axes(axes, curves: list[list[dict]], xlabel: str, what: str = 'validatio
         axes.xaxis.set_major_formatter(EngFormatter())
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('loss_curves RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        groups = figures.group(runs, labels=s.labels) if s.minus else {None: []}
-        if s.minus not in groups:
-            raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(groups)}')
-        reference = {figures.settings_of(run).seed: run for run in groups[s.minus]}
-        curves = figures.curves_of(runs, lambda runs: figures.curve(runs, minus=reference), labels=s.labels)
-        first = next(iter(curves.values()))
-        for label, points in curves.items():
-            end = points[-1]
-            print(f'{label}: {end["mean"]:.4f} ({end["lowest"]:.4f} to {end["highest"]:.4f}, seeds: {end["seeds"]}) '
-                  f'after {end["tokens"]:,} tokens, {end["minutes"]:.1f} minutes')
-            if points is not first:
-                print(f'  below the first curve {", ".join(crossings(points, first))}')
-        rows = [{'label': label} | p for label, points in curves.items() for p in points]
-        figures.write_figure(s.out, runs, 'loss_curves', rows, plot(curves, s.minus))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    groups = group(runs, labels=s.labels) if s.minus else {None: []}
+    if s.minus not in groups:
+        raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(groups)}')
+    reference = {run.settings.seed: run for run in groups[s.minus]}
+    curves = curves_of(runs, lambda own: curve(own, minus=reference), labels=s.labels)
+    figures.show(figures.labeled({label: points[-1:] for label, points in curves.items()}),
+                 'label', 'mean', 'lowest', 'highest', 'seeds', 'tokens', 'minutes')
+    (_, first), *others = curves.items()
+    for label, points in others:
+        print(f'{label} is below the first curve {", ".join(crossings(points, first))}')
+    return {'.csv': figures.labeled(curves), '.png': plot(curves, s.minus)}
 
 
 if __name__ == '__main__':

@@ -30,6 +30,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from analysis import figures
+from analysis.runs import named
 from common.decoding import allocate_cache, decodable, generate, pad
 from common.files import UserError
 from common.settings import check_ranges
@@ -263,8 +264,8 @@ def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
 def plot(maps: dict):
     """Draw a panel per run. maps: {name: (positions, existing streets, invented streets)}."""
     from matplotlib.collections import LineCollection
-    figure, all_axes = figures.panels('City map reconstructed from walks (invented streets in red)', len(maps), 3,
-                                      (5, 5.5))
+    figure, all_axes = figures.new_figure('City map reconstructed from walks (invented streets in red)', len(maps),
+                                          (5, 5.5), columns=3)
     for axes, (name, (positions, true, invented)) in zip(all_axes, maps.items()):
         axes.set_axis_off()
         for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
@@ -275,9 +276,9 @@ def plot(maps: dict):
     return figure
 
 
-def measure(run: str, s: Settings) -> tuple[dict, tuple]:
+def measure(run, s: Settings) -> tuple[dict, tuple]:
     """Return a run's CSV row, and its map for `plot`."""
-    model, _, data = figures.load_model_and_data(run, s)
+    model, data = figures.load(run, s)
     task = getattr(data, 'task', None)
     if not hasattr(task, 'held_out_pairs'):
         raise UserError(f'{run} was trained on {data.folder}: expected a run on the data manhattan')
@@ -295,7 +296,7 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     existing, invented = ([(a, b) for (a, turn), b in used.items() if (true.get((a, turn)) == b) == exists]
                           for exists in (True, False))
     prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
-    row = {'run': run, 'detours': float(np.mean(valid)),
+    row = {'run': run.folder, 'detours': float(np.mean(valid)),
            'compression': compression(model, task, prefixes, s.batch_size),
            'same_way': same_paths(model, task, prefixes, s.batch_size),
            'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
@@ -304,15 +305,15 @@ def measure(run: str, s: Settings) -> tuple[dict, tuple]:
     return row, (positions, existing, invented)
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('manhattan RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        rows, maps, names = [], {}, figures.run_names(runs, s.labels)
-        for run in runs:
-            row, maps[names[run]] = measure(run, s)
-            rows.append(row)
-            print('  '.join(f'{name} {value:.4g}' if isinstance(value, float) else f'{name} {value}'
-                            for name, value in row.items()))
-        figures.write_figure(s.out, runs, 'manhattan', rows, plot(maps))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    rows, maps, names = [], {}, named(runs, s.labels)
+    for run in runs:
+        row, maps[names[run]] = measure(run, s)
+        rows.append(row)
+        print('  '.join(f'{name} {value:.4g}' if isinstance(value, float) else f'{name} {value}'
+                        for name, value in row.items()))
+    return {'.csv': rows, '.png': plot(maps)}
 
 
 if __name__ == '__main__':

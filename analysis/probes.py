@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
+from analysis.runs import curves_of, spread, usable_runs
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.run_settings import check_windows
@@ -87,11 +88,11 @@ def evaluate(model, probes, data: Data, train_settings, s: Settings, device) -> 
     return (sums / counts).tolist()
 
 
-def measure(run: str, s: Settings) -> list[float]:
+def measure(run, s: Settings) -> list[float]:
     """Train probes on a run's states. Returns their validation nats at offsets 1, 2, ..."""
-    model, _, data = figures.load_model_and_data(run, s)
+    model, data = figures.load(run, s)
     device = next(model.parameters()).device
-    t = replace(figures.settings_of(run), optimizer='adamw')  # Muon does not train output layers
+    t = replace(run.settings, optimizer='adamw')  # Muon does not train output layers
     if s.learning_rate is not None:
         t.learning_rate = s.learning_rate
     if not isinstance(data, Data):
@@ -115,33 +116,28 @@ def measure(run: str, s: Settings) -> list[float]:
 
 def table(measured: dict[str, list[list[float]]]) -> list[dict]:
     """Return CSV rows of {label: [nats by offset of each run]}, with differences to the first."""
-    rows = [{'label': label, 'offset': i} | figures.spread(nats)
+    rows = [{'label': label, 'offset': i} | spread(nats)
             for label, runs in measured.items() for i, nats in enumerate(zip(*runs), 1)]
     first = {row['offset']: row['mean'] for row in rows if row['label'] == rows[0]['label']}
     return [row | {'difference': row['mean'] - first[row['offset']]} for row in rows]
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure('Linear probes of later tokens', figsize=(8.5, 4.5))
-    for label, points, style in figures.styled(figures.by_label(rows)):
-        axes.plot([row['offset'] for row in points], [row['difference'] for row in points], marker='o', markersize=3,
-                  label=label, **style)
+    figure, (axes,) = figures.new_figure('Linear probes of later tokens')
+    figures.draw(axes, rows, 'offset', 'difference', marker='o')
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
     axes.set(xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows[0]["label"]}, nats')
     axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc='outside right center', title='Mean over seeds')
+    figures.add_legend(figure, 'Mean over seeds')
     return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('probes RUN RUN ... --out=NAME, next-token runs first', Settings, argv) as (s, runs):
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)],
-                                     labels=s.labels)
-        rows = table(measured)
-        for row in rows:
-            if row['offset'] in (1, s.offsets):
-                print(f'{row["label"]}, offset {row["offset"]}: {row["mean"]:.4f} nats, {row["difference"]:+.4f}')
-        figures.write_figure(s.out, runs, 'probes', rows, plot(rows))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
+    rows = table(measured)
+    figures.show([row for row in rows if row['offset'] in (1, s.offsets)], 'label', 'offset', 'mean', 'difference')
+    return {'.csv': rows, '.png': plot(rows)}
 
 
 if __name__ == '__main__':

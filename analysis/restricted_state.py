@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from analysis import figures
+from analysis.runs import curves_of, limited_block_size, long_documents, usable_runs
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.scoring import target_log_probs
@@ -67,11 +68,11 @@ def nll_by_position(model, windows, s: Settings):
     return -log_probabilities.sum(0).cpu().double()
 
 
-def measure(run: str, s: Settings):
+def measure(run, s: Settings):
     """Return (nll of M, nll of M_omega, n_documents), nll (T,) float64 averaged over documents."""
-    model, _, data = figures.load_model_and_data(run, s)
+    model, data = figures.load(run, s)
     narrow = restricted(model, s.omega, run)
-    documents = np.stack(figures.long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
+    documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, whole, cut = make_progress(), 0, 0
     for start in range(0, len(documents), s.batch_size):
         windows = documents[start:start + s.batch_size]
@@ -81,9 +82,9 @@ def measure(run: str, s: Settings):
     return whole / len(documents), cut / len(documents), len(documents)
 
 
-def fitted(s: Settings, runs: list[str]) -> Settings:
+def fitted(s: Settings, runs: list) -> Settings:
     """Return the settings with block_size limited to the runs' training windows."""
-    block = figures.limited_block_size(runs, s.block_size)
+    block = limited_block_size(runs, s.block_size)
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     return replace(s, block_size=block)
@@ -102,33 +103,27 @@ def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
 
 
 def plot(rows: list[dict]):
-    figure, axes = figures.new_figure(f'Loss with only the last {rows[0]["omega"]} positions of the persistent state',
-                                      figsize=(8.5, 4.5))
-    for label, points, style in figures.styled(figures.by_label(rows)):
-        positions = [row['position'] for row in points]
-        axes.plot(positions, [row['extra_nll'] for row in points], alpha=0.3, linewidth=0.8, **style)
-        axes.plot(positions, [row['smoothed'] for row in points], linewidth=2, label=label, **style)
+    title = f'Loss with only the last {rows[0]["omega"]} positions of the persistent state'
+    figure, (axes,) = figures.new_figure(title)
+    figures.draw(axes, rows, 'position', 'extra_nll', marker=None, alpha=0.3, linewidth=0.8, label=None)
+    figures.draw(axes, rows, 'position', 'smoothed', marker=None, linewidth=2)
     axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylabel='extra loss, nats per token')
-    figure.legend(loc='outside right center', title='Thin: each position\nThick: smoothed')
+    figures.add_legend(figure, 'Thin: each position\nThick: smoothed')
     return figure
 
 
-def main(argv=None):
-    with figures.runs_to_read('restricted_state RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        s = fitted(s, runs)
-        measured = figures.curves_of(runs, lambda folders: [measure(run, s) for run in figures.usable_runs(folders)],
-                                     labels=s.labels)
-        rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-        means, lasts = {}, {}
-        for label, line in figures.by_label(rows).items():
-            means[label], lasts[label] = sum(row['extra_nll'] for row in line) / len(line), line[-1]['smoothed']
-            print(f'{label}: {means[label]:+.4f} nats per token on average over positions {line[0]["position"]} to '
-                  f'{line[-1]["position"]}, {lasts[label]:+.4f} at the last, from {line[0]["documents"]:,} documents')
-        for where, nats in (('on average', means), ('at the last position', lasts)):
-            first, *others = nats
-            for label in filter(nats.get, others):  # no ratio to a label that loses nothing
-                print(f'{first} loses {nats[first] / nats[label]:.2f} times as much as {label} {where}')
-        figures.write_figure(s.out, runs, 'restricted_state', rows, plot(rows))
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    s, summary = fitted(s, runs), []
+    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
+    rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
+    for label, line in figures.by_label(rows).items():
+        found = {'extra nll, mean': np.mean([row['extra_nll'] for row in line]), 'last': line[-1]['smoothed']}
+        first = summary[0] if summary else found
+        summary.append({'label': label, **found, 'documents': line[0]['documents'], **{
+            f'first / {key}': first[key] / value if value else None for key, value in found.items()}})
+    figures.show(summary)
+    return {'.csv': rows, '.png': plot(rows)}
 
 
 if __name__ == '__main__':

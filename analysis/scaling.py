@@ -3,32 +3,27 @@
     python eval.py RUN RUN ... --paper=sps
     python -m analysis.scaling RUN RUN ... --out=NAME
 
-Accuracy is the mean over the paper's tasks, from eval.jsonl; loss is the final validation loss.
+The baseline is the first group of runs. Accuracy is the mean over the paper's tasks, from
+eval.jsonl; loss is the final validation loss.
 Runs within 10% of each other's parameter count share a size. Writes NAME.png and NAME.csv.
 """
 import statistics
-from dataclasses import dataclass
-from pathlib import Path
 
 from analysis import figures
+from analysis.runs import curves_by_size, finished
 from eval import PAPERS
 
 
-@dataclass
-class Settings(figures.Settings):
-    baseline: str | None = None  # label that the others are compared with; None: standard if it is there, or the first
-
-
-def outcome(runs: list[str]) -> dict:
+def outcome(runs: list) -> dict:
     """Return {'parameters', 'seeds', 'loss', 'accuracy'}, averaged over the finished seeds.
 
     Accuracy (0 to 1) is None unless all the paper's tasks were evaluated for every seed.
     """
-    runs = figures.finished(runs)
-    results = [figures.evaluations(Path(run) / 'eval.jsonl') for run in runs]
+    runs = finished(runs)
+    results = [run.evaluations() for run in runs]
     accuracies = [of_run.get(f'{task} {metric}') for of_run in results for task, metric in PAPERS['sps'][0].items()]
-    return {'parameters': figures.n_parameters(runs[0]), 'seeds': len(runs),
-            'loss': statistics.mean(map(figures.final_loss, runs)),
+    return {'parameters': runs[0].parameters, 'seeds': len(runs),
+            'loss': statistics.mean(run.final_loss() for run in runs),
             'accuracy': None if None in accuracies else statistics.mean(accuracies)}
 
 
@@ -48,29 +43,25 @@ def plot(rows: list[dict], baseline: str):
     """Draw a line for each method over the sizes: accuracy where it is known, and loss."""
     panels = {'accuracy_gain': 'mean task accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
     sizes = list(dict.fromkeys(row['size'] for row in rows))
-    figure, all_axes = figures.new_figure(f'Difference to {baseline}, by model size', 1, 2, figsize=(10.5, 4.5))
+    places = [row | {'place': sizes.index(row['size'])} for row in rows]
+    figure, all_axes = figures.new_figure(f'Difference to {baseline}, by model size', 2, (5.25, 4.5))
     for axes, (key, what) in zip(all_axes, panels.items()):
-        for label, own, style in figures.styled(figures.by_label(rows)):
-            known = [row for row in own if row[key] is not None]
-            axes.plot([sizes.index(row['size']) for row in known], [row[key] for row in known], marker='o',
-                      label=label, **style)
+        figures.draw(axes, places, 'place', key, markersize=6)
         axes.axhline(0, color='black', linewidth=0.8)
         axes.set_xticks(range(len(sizes)), sizes)
         axes.set(xlabel='model parameters', ylabel=f'difference in {what}', xlim=(-0.3, len(sizes) - 0.7))
-    figure.legend(*all_axes[-1].get_legend_handles_labels(), loc='outside right center', title='Mean over seeds')
+    figures.add_legend(figure, 'Mean over seeds')
     return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('scaling RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        sizes = figures.curves_by_size(s, runs, outcome)
-        rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes)]
-        for row in rows:
-            print(f'{row["size"]} {row["label"]}: validation loss {row["loss_gain"]:+.4f}'
-                  + ('' if row['accuracy_gain'] is None else f', accuracy {row["accuracy_gain"]:+.2f} points'))
-        if any(row['accuracy_gain'] is None for row in rows):
-            print('no accuracy for runs without all tasks in eval.jsonl: python eval.py RUN --paper=sps')
-        figures.write_figure(s.out, runs, 'scaling', rows, plot(rows, next(iter(next(iter(sizes.values()))))))
+@figures.script(figures.Settings)
+def main(runs: list, s: figures.Settings) -> dict:
+    sizes = curves_by_size(runs, outcome, labels=s.labels)
+    rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes)]
+    figures.show(rows, 'size', 'label', 'seeds', 'loss_gain', 'accuracy_gain')
+    if any(row['accuracy_gain'] is None for row in rows):
+        print('no accuracy for runs without all tasks in eval.jsonl: python eval.py RUN --paper=sps')
+    return {'.csv': rows, '.png': plot(rows, next(iter(next(iter(sizes.values())))))}
 
 
 if __name__ == '__main__':

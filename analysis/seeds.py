@@ -1,6 +1,6 @@
 """Significance tests of final validation losses: figure 6 and appendix C of the SPS paper.
 
-    python -m analysis.seeds RUN RUN ... --out=NAME
+    python -m analysis.seeds RUN RUN ... --out=NAME --better=A --alike='B;C'
 
 Runs that differ only in the seed form a group. Writes NAME.png and NAME.csv (the mean of each group
 with its 95% interval by Student's t, +-4.303 standard errors for three seeds), and NAME_tests.csv:
@@ -11,45 +11,61 @@ with its 95% interval by Student's t, +-4.303 standard errors for three seeds), 
 All are Welch's tests, which do not assume equal variances.
 """
 import statistics
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from analysis import figures
+from analysis.runs import curves_of, finished
 from common.files import UserError
 from common.settings import check_ranges
 
 
 @dataclass
 class Settings(figures.Settings):
-    better: str | None = None  # label of the group that is tested to have the lower loss; None: sps, if it is there
-    alike: str | None = None  # labels of two groups tested for equivalence, separated by ;; None: as in the paper
+    better: str | None = None  # label of the group that is tested to have the lower loss
+    alike: str | None = None  # labels of two groups tested for equivalence, separated by ;
     margin: float = 0.01  # nats per token within which they count as equal
 
     def __post_init__(self):
         check_ranges(self, margin=0)
         if self.alike is not None and len(self.alike.split(';')) != 2:
-            raise UserError(f"alike is {self.alike!r}: expected two labels separated by ;, such as 'delayed_state;sps'")
+            raise UserError(f"alike is {self.alike!r}: expected two labels separated by ;, such as 'A;B'")
+
+
+def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:
+    """Test mean(a) < mean(b) + lead by Welch's t-test. Returns {'gap', 't', 'degrees', 'p'}."""
+    from scipy import stats
+    found = stats.ttest_ind([x - lead for x in a], b, equal_var=False, alternative='less')
+    return {'gap': statistics.mean(a) - statistics.mean(b), 't': found.statistic, 'degrees': found.df,
+            'p': found.pvalue}
+
+
+def equivalence_test(a: Sequence[float], b: Sequence[float], margin: float) -> dict[str, float]:
+    """Test equality within a margin (TOST). Returns the one-sided test with the larger p."""
+    worse = max(lower_test(a, b, margin), lower_test(b, a, margin), key=lambda side: side['p'])
+    return worse | {'gap': statistics.mean(a) - statistics.mean(b)}
 
 
 def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
     """Return the rows of NAME_tests.csv. losses: {label: one loss per seed}."""
     tested, rows = {label: values for label, values in losses.items() if len(set(values)) > 1}, []
-    better, (a, b) = s.better or 'sps', (s.alike or 'delayed_state;two_x_memory').split(';')
-    asked = {s.better, *(s.alike or '').split(';')} - {None, ''}
-    for label in sorted(asked - tested.keys()):
-        print(f'no test of {label!r}: labels with several seeds: {"; ".join(tested) or "none"}', file=sys.stderr)
-    if better in tested:
-        rows += [{'test': 'Welch, one-sided: a is lower', 'a': better, 'b': other}
-                 | figures.lower_test(tested[better], values) for other, values in tested.items() if other != better]
-    if a in tested and b in tested:
+    alike = s.alike.split(';') if s.alike else []
+    for label in {s.better, *alike} - {None}:
+        if label not in tested:
+            raise UserError(f'no test of {label!r}: labels with several seeds: {"; ".join(tested) or "none"}')
+    if s.better:
+        rows += [{'test': 'Welch, one-sided: a is lower', 'a': s.better, 'b': other}
+                 | lower_test(tested[s.better], values) for other, values in tested.items() if other != s.better]
+    if alike:
+        a, b = alike
         rows.append({'test': f'TOST: equal within {s.margin:g}', 'a': a, 'b': b}
-                    | figures.equivalence_test(tested[a], tested[b], s.margin))
+                    | equivalence_test(tested[a], tested[b], s.margin))
     return rows
 
 
 def plot(groups: list[dict], losses: dict[str, list[float]]):
     """Draw each group's losses as dots, with their mean and its interval."""
-    figure, axes = figures.new_figure('Final validation loss over seeds', figsize=(2.5 + 1.4 * len(groups), 4.5))
+    figure, (axes,) = figures.new_figure('Final validation loss over seeds', size=(2.5 + 1.4 * len(groups), 4.5))
     for i, row in enumerate(groups):
         values, color = losses[row['label']], f'C{i % 10}'
         axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=color, alpha=0.6)
@@ -61,23 +77,17 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
     return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('seeds RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        losses = figures.curves_of(runs, figures.final_losses, labels=s.labels)
-        rows = tests(losses, s)
-        groups = []
-        for label, values in losses.items():
-            low, high = figures.interval(values)
-            groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
-                           'high': high, 'losses': ' '.join(map(repr, values))})
-            bounds = '' if low is None else f', 95% interval {figures.interval_text(low, high)}'
-            print(f'{label}: {statistics.mean(values):.4f}{bounds} (seeds: {len(values)})')
-        for row in rows:
-            print(f'{row["test"]}: a = {row["a"]}, b = {row["b"]}: a - b {row["gap"]:+.4f}, t {row["t"]:.2f}, '
-                  f'{row["degrees"]:.2f} degrees of freedom, p {row["p"]:.2g}')
-        figures.write_figure(s.out, runs, 'seeds', groups, plot(groups, losses))
-        if rows:
-            figures.write_csv(f'{figures.output_path(s.out, runs, "seeds")}_tests.csv', rows)
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    losses, groups = curves_of(runs, lambda own: [run.final_loss() for run in finished(own)], labels=s.labels), []
+    for label, values in losses.items():
+        low, high = figures.interval(values)
+        groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
+                       'high': high, 'losses': ' '.join(map(repr, values))})
+    rows = tests(losses, s)
+    for table in filter(None, (groups, rows)):
+        figures.show(table)
+    return {'.csv': groups, '.png': plot(groups, losses)} | ({'_tests.csv': rows} if rows else {})
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ All models have as many parameters as Standard within 1%, including p_psi of Nex
 Standard's training FLOPs. Each model's learning rate is searched with seed 0 at equal tokens; then
 other seeds train for equal tokens, equal FLOPs and equal time (as long as Standard, at the fastest
 seed's speed). Decoding is timed for the runs with equal FLOPs. Writes RESULTS.md, shootout.csv,
-shootout.png, shootout_gaps.png and report.html (`analysis.report`) to out_dir.
+shootout.png and shootout_gaps.png to out_dir.
 """
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from analysis import compare, figures, report
-from analysis.compare import make_method, one_dtype, set_best_rates, speed, train_seeds
-from bench import decoding_speeds, markdown_table, one_line, where_and_when
-from common.files import UserError, friendly_errors, write_file
+from analysis import compare, figures
+from analysis.compare import Method, one_dtype, set_best_rates, train_seeds
+from analysis.runs import Run
+from bench import decoding_speeds, one_line, where_and_when
+from common.files import UserError, friendly_errors
 from common.machine import decoding_dtype, pick_device
 from common.models import count_parameters, meta_model
 from common.run_settings import model_config
@@ -42,7 +43,7 @@ class Settings:
     out_dir: str = 'out/shootout'  # folder of the runs and results
     config: str = 'config/quickstart.py'  # training settings that are not listed below
     data: str = 'python_docs'  # data folder or built-in data
-    models: str = 'all'  # names of `methods` separated by commas, including standard
+    models: str = 'all'  # names of `sides` separated by commas, including standard
     budget: float = 8e12  # training FLOPs of Standard
     n_layer: int = 4  # layers of Standard
     n_embd: int = 128  # width of Standard
@@ -60,7 +61,7 @@ class Settings:
 
 
 @dataclass
-class Method:
+class Side:
     label: str  # name in tables and figures
     model: str  # name of the model file
     values: dict  # Config values
@@ -68,30 +69,30 @@ class Method:
     rate: float  # learning rate where the search starts
 
 
-def methods(s: Settings) -> dict[str, Method]:
-    """Return {name: method} of the models in s.models, in a fixed order."""
+def sides(s: Settings) -> dict[str, Side]:
+    """Return {name: side} of the models in s.models, in a fixed order."""
     heads = max(1, s.n_embd // s.head_size)
     shape = dict(n_layer=s.n_layer, n_head=heads, n_embd=s.n_embd)
     fork = dict(predict_input='state', predict_layers=1)  # the cheapest fork
     memory = dict(n_head=heads, d_k=s.head_size, d_v=2 * s.head_size, init_std=0.02)
     ffn, width_and_ffn = {'n_ffn': 8}, {'n_embd': 8, 'n_ffn': 8}
     known = {
-        'standard': Method('Standard', 'standard', shape, {}, 1.35e-3),
-        'sps': Method('SPS', 'sps', shape, ffn, 9e-4),
-        'sps_token': Method('SPS, from the token', 'sps', shape | dict(predict_input='token'), ffn, 6e-4),
-        'sps_fork': Method('SPS, fork, top 1', 'sps', shape | fork, ffn, 9e-4),
-        'context_ready': Method('Context-Ready, D = 2', 'context_ready', shape | dict(
+        'standard': Side('Standard', 'standard', shape, {}, 1.35e-3),
+        'sps': Side('SPS', 'sps', shape, ffn, 9e-4),
+        'sps_token': Side('SPS, from the token', 'sps', shape | dict(predict_input='token'), ffn, 6e-4),
+        'sps_fork': Side('SPS, fork, top 1', 'sps', shape | fork, ffn, 9e-4),
+        'context_ready': Side('Context-Ready, D = 2', 'context_ready', shape | dict(
             n_layer=2, K=5, k_min=2, tied_head=True, init_std=0.02), width_and_ffn | {'n_embd': 2 * heads}, 1e-3),
         # p_psi as wide as the state: its share of parameters is then as in the paper, not a third
-        'nextlat': Method('NextLat, d = 1', 'nextlat', shape | dict(n_dynamics=s.n_embd, tied_head=True), ffn, 1.35e-3),
-        'gpn': Method('GPN+M', 'gpn', memory | dict(n_layer=1, d_emb=s.n_embd), width_and_ffn, 3e-3),
+        'nextlat': Side('NextLat, d = 1', 'nextlat', shape | dict(n_dynamics=s.n_embd, tied_head=True), ffn, 1.35e-3),
+        'gpn': Side('GPN+M', 'gpn', memory | dict(n_layer=1, d_emb=s.n_embd), width_and_ffn, 3e-3),
         # the head is not tied to the embedding, so with a large vocabulary the blocks are narrower
-        'gdn': Method('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
+        'gdn': Side('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
     names = list(known) if s.models == 'all' else s.models.split(',')
     if 'standard' not in names or not set(names) <= set(known):
         raise UserError(f'models is {s.models!r}: expected standard and any of {", ".join(list(known)[1:])}, '
                         'separated by commas')
-    return {name: method for name, method in known.items() if name in names}
+    return {name: side for name, side in known.items() if name in names}
 
 
 def blank(model: str, values: dict, data):
@@ -99,18 +100,18 @@ def blank(model: str, values: dict, data):
     return meta_model(model, model_config(TrainSettings(model=model), values, data, None))
 
 
-def sized(method: Method, data, target: int) -> dict:
+def sized(side: Side, data, target: int) -> dict:
     """Return Config values that give `target` parameters within 1%, or raise UserError."""
-    values = dict(method.values)
-    for name, step in method.free.items():
+    values = dict(side.values)
+    for name, step in side.free.items():
         def parameters(n, name=name):
-            return count_parameters(blank(method.model, {**values, name: n}, data))
+            return count_parameters(blank(side.model, {**values, name: n}, data))
         sizes = range(step, 2 ** 16, step)
         above = bisect_left(sizes, target, key=parameters)
         values[name] = min(sizes[max(0, above - 1):above + 1], key=lambda n: abs(parameters(n) - target))
-    found = count_parameters(blank(method.model, values, data))
+    found = count_parameters(blank(side.model, values, data))
     if abs(found - target) > TOLERANCE * target:
-        raise UserError(f'{method.label} has {found:,} parameters at best, expected {target:,} within 1%: give '
+        raise UserError(f'{side.label} has {found:,} parameters at best, expected {target:,} within 1%: give '
                         'another n_embd or n_layer')
     return values
 
@@ -131,19 +132,17 @@ def arguments(s: Settings, model: str, values: dict, tokens: int) -> list[str]:
 
 def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path]]:
     """Train all unfinished runs. Returns {(name, budget): runs, one per seed}."""
-    chosen = methods(s)
+    chosen = sides(s)
     target = count_parameters(blank('standard', chosen['standard'].values, data))
-    values = {name: sized(method, data, target) for name, method in chosen.items()}
-    flops = {name: blank(method.model, values[name], data).flops_per_token(s.block_size)
-             for name, method in chosen.items()}
+    values = {name: sized(side, data, target) for name, side in chosen.items()}
+    flops = {name: blank(side.model, values[name], data).flops_per_token(s.block_size) for name, side in chosen.items()}
     out.mkdir(parents=True, exist_ok=True)
 
     def with_tokens(name, tokens, rate):
         tokens = whole_steps(s, tokens)
-        return make_method(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate,
-                           share=1)
+        return Method(arguments(s, chosen[name].model, values[name], tokens), f'{out}/{name}_{tokens}', rate, share=1)
     n_tokens = whole_steps(s, s.budget / flops['standard'])
-    equal_tokens = {name: with_tokens(name, n_tokens, method.rate) for name, method in chosen.items()}
+    equal_tokens = {name: with_tokens(name, n_tokens, side.rate) for name, side in chosen.items()}
     set_best_rates(equal_tokens, s.jobs)
     speeds = {name: max(map(speed, runs)) for name, runs in train_seeds(equal_tokens, s.seeds, s.jobs).items()}
     cells = {}
@@ -151,6 +150,11 @@ def train_cells(s: Settings, data, out: Path) -> dict[tuple[str, str], list[Path
         of_budget = n_tokens, s.budget / flops[name], n_tokens * speeds[name] / speeds['standard']
         cells |= {(name, budget): with_tokens(name, n, method.rate) for budget, n in zip(BUDGETS, of_budget)}
     return train_seeds(cells, s.seeds, s.jobs)
+
+
+def speed(run: Path) -> float:
+    """Return the median training tokens/s in a run's log."""
+    return Run(run).median('tokens_per_s')
 
 
 def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
@@ -197,7 +201,8 @@ def markdown(rows: list[dict], s: Settings) -> str:
               'Batch size 1, after the given number of random context tokens. The models were trained on windows of '
               f'{s.block_size} tokens, so with longer contexts only times and sizes are meaningful. Bytes are the size '
               'of the cache for that context, in the dtype of the weights.', '',
-              markdown_table(decoding), '', '![loss over training FLOPs, decoding time and state](shootout.png)', '',
+              figures.markdown_table(decoding), '',
+              '![loss over training FLOPs, decoding time and state](shootout.png)', '',
               '![loss minus that of Standard](shootout_gaps.png)', '']
     return '\n'.join(lines)
 
@@ -209,7 +214,7 @@ def limit(rows: list[dict]) -> float:
     return ends[-2] if len(ends) > 1 and ends[-1] > 3 * ends[-2] else ends[-1]
 
 
-def plot(rows: list[dict], path, unit: str) -> None:
+def plot(rows: list[dict], unit: str):
     """Draw loss over training FLOPs (all budgets), decoding time and state size (equal FLOPs).
 
     unit: of the loss, 'nats per token'. A loss above the axis is a triangle with its value.
@@ -221,42 +226,40 @@ def plot(rows: list[dict], path, unit: str) -> None:
                lambda r: 1000 / r[f'tokens_per_s_{length}']),
               (at_equal_flops, 'decoding state, MB', f'{length:,} tokens of context',
                lambda r: r[f'state_bytes_{length}'] / 1e6)]
-    figure, all_axes = figures.new_figure('', 1, 3, figsize=(8.3, 4.6), sharey=True)
+    figure, all_axes = figures.new_figure('', 3, (8.3 / 3, 4.6), sharey=True)
     top = at_equal_flops[0]['loss'] + 1.1 * limit(at_equal_flops)
+    color_of = {label: style['color'] for label, style in figures.styles(r['model'] for r in rows).items()}
     for axes, (shown, xlabel, title, x_of) in zip(all_axes, panels):
-        for label, points, style in figures.styled(figures.by_label([r | {'label': r['model']} for r in shown])):
-            points = sorted(points, key=x_of)
+        for label, color in color_of.items():
+            points = sorted([r for r in shown if r['model'] == label], key=x_of)
             inside = [r for r in points if r['loss'] <= top]
             axes.errorbar([x_of(r) for r in inside], [r['loss'] for r in inside],
-                          [[0 if r['low'] is None else r['high'] - r['loss'] for r in inside]] * 2, marker='o',
-                          markersize=4, capsize=3, linewidth=1, label=label, color=style['color'])
+                          [0 if r['low'] is None else r['high'] - r['loss'] for r in inside], marker='o',
+                          markersize=4, capsize=3, linewidth=1, label=label, color=color)
             for i, r in enumerate(r for r in points if r['loss'] > top):
-                axes.plot(x_of(r), top, marker='^', color=style['color'], clip_on=False)
+                axes.plot(x_of(r), top, marker='^', color=color, clip_on=False)
                 axes.annotate(f'{r["loss"]:.2f}', (x_of(r), top), (3, -14 - 12 * i), textcoords='offset points',
-                              color=style['color'])
+                              color=color)
         axes.set_xscale('log')
         figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=xlabel, title=title)
     lowest = min(r['loss'] for r in rows)
     all_axes[0].set(ylabel=f'validation loss, {unit}', ylim=(lowest - 0.1 * (top - lowest), top))
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4,
-                  title='Bars: 95% intervals. Triangles: off the scale')
-    figure.savefig(path, dpi=200)
+    figures.add_legend(figure, 'Bars: 95% intervals. Triangles: off the scale', 'lower center', ncols=4)
+    return figure
 
 
-def plot_gaps(rows: list[dict], path, unit: str) -> None:
+def plot_gaps(rows: list[dict], unit: str):
     """Draw each model's loss minus Standard's at equal training FLOPs, best model first."""
-    styles = {r['model']: style['color'] for (_, r, style) in figures.styled({
-        r['model']: r for r in rows if r['equal'] == 'training FLOPs'})}
+    style_of = figures.styles(r['model'] for r in rows)
     shown = sorted((r for r in rows if r['equal'] == 'training FLOPs' and r['minus_first'] is not None),
                    key=lambda r: -r['minus_first'])
     edge = limit(shown)
-    figure, axes = figures.new_figure('', figsize=(8.3, 0.35 * len(shown) + 1.1))
+    figure, (axes,) = figures.new_figure('', size=(8.3, 0.35 * len(shown) + 1.1))
     for y, r in enumerate(shown):
         gap, low, high = r['minus_first'], r['its_low'], r['its_high']
-        off_scale = abs(gap) > 1.2 * edge
-        axes.barh(y, min(1.25 * edge, gap), color=styles[r['model']], height=0.6)
-        if off_scale:
+        axes.barh(y, min(1.25 * edge, gap), color=style_of[r['model']]['color'], height=0.6)
+        if abs(gap) > 1.2 * edge:
             axes.annotate(f'off the scale: {gap:+.2f} \N{RIGHTWARDS ARROW}', (1.25 * edge, y), (-5, 0), va='center',
                           ha='right', textcoords='offset points', color='white', weight='bold')
             continue
@@ -268,7 +271,7 @@ def plot_gaps(rows: list[dict], path, unit: str) -> None:
     axes.set(xlabel=f"loss minus Standard's, {unit}, equal training FLOPs (negative is better; 95% intervals)",
              xlim=(-1.3 * max(0, *(-r['minus_first'] for r in shown)), 1.25 * edge))
     axes.grid(False, axis='y')
-    figure.savefig(path, dpi=200)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -277,19 +280,16 @@ def main(argv: list[str] | None = None) -> None:
         if positional:
             raise UserError(f'unexpected {positional[0]!r}: python -m analysis.shootout --data=FOLDER --out_dir=NEW')
         out, data = Path(s.out_dir), open_data(s.data)
-        labels = {name: method.label for name, method in methods(s).items()}
+        labels = {name: side.label for name, side in sides(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)
         decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, s)
         rows = table(labels, runs, decoded)
-        figures.write_csv(out / 'shootout.csv', rows)
         unit = 'nats per byte' if data.tokenizer == 'byte' else 'nats per token'
-        plot(rows, out / 'shootout.png', unit)
-        plot_gaps(rows, out / 'shootout_gaps.png', unit)
         text = markdown(rows, s)
-        write_file(out / 'RESULTS.md', text.encode())
-        print(f'{text}\nwritten to {out}/RESULTS.md, shootout.csv and two figures')
-        report.main([*(str(run) for of_seeds in runs.values() for run in of_seeds), f'--out={out}/report.html'])
+        print(text)
+        figures.write(out / 'shootout', {'.csv': rows, '.png': plot(rows, unit), '_gaps.png': plot_gaps(rows, unit)})
+        figures.write(out / 'RESULTS', {'.md': text})
 
 
 if __name__ == '__main__':

@@ -25,9 +25,9 @@ from math import inf
 from pathlib import Path
 
 from analysis import figures
-from bench import markdown_table
+from analysis.runs import long_documents, named
 from common.decoding import SAMPLING, generate
-from common.files import UserError, write_file
+from common.files import UserError
 from common.interface import load_draft
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device
 from common.parallel import all_gather, rank, world
@@ -37,7 +37,7 @@ from common.speculative import DraftLen, longest_draft, speculative_generate
 
 
 @dataclass
-class Settings(figures.CodeSettings):
+class Settings(figures.Settings):
     data: tuple[str, ...] | None = None  # data folders of the prompts; None: the run's own
     draft: str | None = None  # run folder of a draft model; None: each model drafts for itself
     draft_lens: tuple[DraftLen, ...] = (*range(1, 11), 'auto')  # lengths to compare; skips those the model cannot draft
@@ -71,7 +71,7 @@ def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int
     if T + s.new_tokens > block_size:
         raise UserError(f'{T} prompt tokens and {s.new_tokens} new ones do not fit the context of {block_size} tokens '
                         'that the run was trained on: lower prompt_tokens or new_tokens')
-    documents = figures.long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
+    documents = long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
     return [document.tolist() for document in documents]
 
 
@@ -121,12 +121,12 @@ def markdown(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]) -
         auto = [f'{row["speedup"]:.2f}' for row in rows if row['draft_len'] == 'auto']
         found[run] |= {f'{folder}: speed-up': f'{row["speedup"]:.2f}', f'{folder}: accepted': f'{row["accepted"]:.2f}',
                        f'{folder}: length': row['draft_len'], f'{folder}: auto': ''.join(auto)}
-    return markdown_table(list(found.values())) + '\n'
+    return figures.markdown_table(list(found.values())) + '\n'
 
 
-def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str], path) -> None:
+def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]):
     """Draw speed-up and cumulative acceptance: a line per run and folder."""
-    figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 1, 2, figsize=(12, 4))
+    figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 2, (6, 4))
     for i, ((run, folder), rows) in enumerate(tables.items()):
         style = dict(color=f'C{i}', label=f'{names[run]}, {Path(folder).name}')
         speedups = {row['draft_len']: row['speedup'] for row in rows}
@@ -138,34 +138,30 @@ def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str], path)
         right.plot(range(1, len(shares) + 1), shares, marker='o', **style)
     left.set(xlabel='draft length, tokens', ylabel='speed-up over plain decoding', title='dashed: automatic length')
     right.set(xlabel='position in the draft', ylabel='cumulative acceptance probability', ylim=(0, 1))
-    figure.legend(*right.get_legend_handles_labels(), loc='outside right center', title='Run, data')
-    figure.savefig(path, dpi=150)
+    figures.add_legend(figure, 'Run, data')
+    return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('speculative RUN RUN ...', Settings, argv) as (s, runs):
-        init_distributed('gloo')
-        device, tables, names = local_device(s.device), {}, figures.run_names(runs, s.labels)
-        dtype = decoding_dtype(s.dtype, device.type)
-        for run in runs:
-            model, record = load_run(run, device, dtype, s.code)
-            draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
-            folders = s.data or [record['settings']['data']]
-            tables |= {(run, folder): compare_lengths(model, draft, read_prompts(record, folder, s), s)
-                       for folder in folders}
-            if rank() == 0:
-                rows = [{'data': folder, **row} for folder in folders for row in tables[run, folder]]
-                columns = dict.fromkeys(max(rows, key=len), '')
-                figures.write_csv(Path(run) / 'speculative.csv', [columns | row for row in rows])
-                print(run, markdown_table([{
-                    'data': row['data'], 'draft_len': row['draft_len'], 'tokens/s': f'{row["tokens_per_s"]:,.1f}',
-                    'tokens per verification': f'{1 + row["accepted"]:.2f}', 'speed-up': f'{row["speedup"]:.2f}'}
-                    for row in rows]), sep='\n')
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    init_distributed('gloo')
+    device, tables, names = local_device(s.device), {}, named(runs, s.labels)
+    dtype = decoding_dtype(s.dtype, device.type)
+    for run in runs:
+        model, record = load_run(run.folder, device, dtype, s.code, s.model)
+        draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
+        folders = s.data or [record['settings']['data']]
+        tables |= {(run, folder): compare_lengths(model, draft, read_prompts(record, folder, s), s)
+                   for folder in folders}
         if rank() == 0:
-            out = figures.output_path(s.out, runs, 'speculative')
-            write_file(Path(f'{out}.md'), markdown(tables, names).encode())
-            plot(tables, names, f'{out}.png')
-            print(f'written to {out}.md, {out}.png and speculative.csv in each run folder')
+            rows = [{'data': folder, **row} for folder in folders for row in tables[run, folder]]
+            columns = dict.fromkeys(max(rows, key=len), '')
+            print(run, figures.markdown_table([{
+                'data': row['data'], 'draft_len': row['draft_len'], 'tokens/s': f'{row["tokens_per_s"]:,.1f}',
+                'tokens per verification': f'{1 + row["accepted"]:.2f}', 'speed-up': f'{row["speedup"]:.2f}'}
+                for row in rows]), sep='\n')
+            figures.write(f'{run}/speculative', {'.csv': [columns | row for row in rows]})
+    return {'.md': markdown(tables, names), '.png': plot(tables, names)} if rank() == 0 else {}
 
 
 if __name__ == '__main__':

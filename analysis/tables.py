@@ -8,7 +8,7 @@ NextLat paper. Writes NAME.md and NAME.csv with means over seeds. Scores are fro
 decoding speed and memory (ratios to Standard) from bench.inference, everything else from the logs.
 
 analysis/papers/PAPER.csv has the paper's table. Columns without a space are settings that identify
-a run (`model` is the model or method; an empty cell matches any value). Columns with a space are
+a run (an empty cell matches any value). Columns with a space are
 numbers: those of FORMATS and MEANS below, or a task and metric as in eval.jsonl, in percent if the
 name ends in ', %'. An empty cell is a number that our copy of the paper lacks.
 """
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis import figures
-from bench import FAMILY, RESULTS, markdown_table
-from common.files import ROOT, UserError, read_json, write_file
-from common.models import make_config, saved_config
-from common.runs import meta_run, read_log, read_run
+from analysis.runs import curve, curves_of, short_number, usable_runs
+from bench import FAMILY, RESULTS
+from common.files import ROOT, UserError, read_json
+from common.models import make_config
 from common.settings import read_config_file
 from common.validation import perplexity
 
 PAPERS = Path(__file__).parent / 'papers'
 FIRST = 'seeds', 'parameters', 'tokens'  # columns before the paper's
 LAST = 'training tokens/s', 'training GiB', 'GPU-hours', 'training FLOPs'  # columns after the paper's
-FORMATS = {'seeds': '{:d}'.format, 'parameters': figures.short_number, 'tokens': figures.short_number,
+FORMATS = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number,
            'state dim': '{:d}'.format, 'memory cells': '{:,d}'.format, 'validation loss': '{:.4f}'.format,
            'validation perplexity': '{:.2f}'.format, 'end-to-end throughput': '{:.2f}'.format,
            'peak memory': '{:.2f}'.format, 'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format,
@@ -49,10 +49,9 @@ class Settings(figures.Settings):
             raise UserError(f'paper is {self.paper!r}: expected {" or ".join(known)}')
 
 
-def row_of_paper(run: str, rows: list[dict[str, str]]) -> dict[str, str] | None:
+def row_of_paper(run, rows: list[dict[str, str]]) -> dict[str, str] | None:
     """Return the row whose settings match the run, or None."""
-    record = read_run(run)
-    own = record['settings'] | dataclasses.asdict(saved_config(record, run)) | {'model': figures.model_name(record)}
+    own = run.record['settings'] | dataclasses.asdict(run.config) | {'model': run.record['model']}
     for row in rows:
         settings = {key: value for key, value in row.items() if value and key != 'name' and ' ' not in key}
         if all(str(own.get(key)) == value for key, value in settings.items()):
@@ -67,14 +66,12 @@ def read_inference(path: str) -> list[dict]:
     return read_json(path, 'make it with python -m bench.inference')['rows']
 
 
-def inference_of(run: str, measured: list[dict]) -> dict[str, float]:
+def inference_of(run, measured: list[dict]) -> dict[str, float]:
     """Return a run's INFERENCE columns (ratios to Standard) from rows of bench.inference."""
-    record = read_run(run)
-    own = dataclasses.asdict(saved_config(record, run))
-    found = {}
+    own, found = dataclasses.asdict(run.config), {}
     for name, (model, values) in FAMILY.items():
         config = dataclasses.asdict(make_config(model, values))
-        if record['model'] != model or any(own[key] != config[key] for key in DECODING & own.keys()):
+        if run.record['model'] != model or any(own[key] != config[key] for key in DECODING & own.keys()):
             continue
         for row in measured:
             shape = read_config_file(str(ROOT / f'config/standard_{row["scale"]}.py'))
@@ -84,20 +81,21 @@ def inference_of(run: str, measured: list[dict]) -> dict[str, float]:
     return found
 
 
-def own_row(runs: list[str], columns: list[str], measured: list[dict]) -> dict[str, float]:
+def own_row(runs: list, columns: list[str], measured: list[dict]) -> dict[str, float]:
     """Return {column: mean over finished seeds}. measured: rows of `read_inference`."""
-    is_logged, runs = any(map(read_log, runs)), figures.usable_runs(runs)
-    row = {'seeds': len(runs), 'parameters': figures.n_parameters(runs[0])} | state_size(runs[0])
+    is_logged, runs = any(run.log for run in runs), usable_runs(runs)
+    row = {'seeds': len(runs), 'parameters': runs[0].parameters} | state_size(runs[0])
     if is_logged:
-        end, logs = figures.curve(runs)[-1], [read_log(run) for run in runs]
-        row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(map(figures.final_loss, runs)),
-                'training tokens/s': mean_of(figures.median(log, 'tokens_per_s') for log in logs),
-                'training GiB': mean_of(max(figures.logged(log, 'memory_gib'), default=None) for log in logs),
+        end = curve(runs)[-1]
+        row |= {'tokens': end['tokens'], 'validation loss': statistics.mean(run.final_loss() for run in runs),
+                'training tokens/s': mean_of(run.median('tokens_per_s') for run in runs),
+                'training GiB': mean_of(max(run.logged('memory_gib'), default=None) for run in runs),
                 'GPU-hours': end['gpu_hours'], 'training FLOPs': end['flops']}
         row['validation perplexity'] = perplexity(row['validation loss'])
-    results = [figures.evaluations(Path(run) / 'eval.jsonl') for run in runs]
+    results = [run.evaluations() for run in runs]
     if not is_logged and not all(results):
-        raise UserError(f'{" ".join(runs)}: nothing logged or evaluated: run python eval.py RUN --paper=PAPER')
+        raise UserError(f'{" ".join(map(str, runs))}: nothing logged or evaluated: run python eval.py RUN '
+                        '--paper=PAPER')
     for column in columns:
         key = column.removesuffix(', %')
         value = mean_of(found.get(key) for found in results)
@@ -109,12 +107,11 @@ def own_row(runs: list[str], columns: list[str], measured: list[dict]) -> dict[s
     return {column: value for column, value in row.items() if value is not None}
 
 
-def state_size(run: str) -> dict[str, int]:
+def state_size(run) -> dict[str, int]:
     """Return model width and, for recurrent models, the size of the matrix memory."""
-    model = meta_run(run)
-    row = {'state dim': model.config.n_embd} if hasattr(model.config, 'n_embd') else {}
-    if hasattr(model, 'memory_cells'):
-        row['memory cells'] = model.memory_cells
+    row = {'state dim': run.config.n_embd} if hasattr(run.config, 'n_embd') else {}
+    if hasattr(run.model, 'memory_cells'):
+        row['memory cells'] = run.model.memory_cells
     return row
 
 
@@ -144,20 +141,17 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
     return [{column: row.get(column, '') for column in shown} for row in rows]
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('tables RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        paper, measured = figures.read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
-        columns = [column for column in paper[0] if ' ' in column]
-        groups = figures.curves_of(runs, lambda folders: (own_row(folders, columns, measured),
-                                                  row_of_paper(folders[0], paper)), labels=s.labels)
-        rows = rows_of(groups, columns)
-        texts = [{column: value if isinstance(value, str) else as_text(column, value) for column, value in row.items()}
-                 for row in rows]
-        out = figures.output_path(s.out, runs, 'tables')
-        figures.write_csv(f'{out}.csv', rows)
-        write_file(f'{out}.md', f'{markdown_table(texts)}\n'.encode(errors='replace'))
-        print(markdown_table(texts))
-        print(f'written to {out}.md and {out}.csv')
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    paper, measured = figures.read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
+    columns = [column for column in paper[0] if ' ' in column]
+    groups = curves_of(runs, lambda own: (own_row(own, columns, measured), row_of_paper(own[0], paper)),
+                       labels=s.labels)
+    rows = rows_of(groups, columns)
+    text = figures.markdown_table([{column: value if isinstance(value, str) else as_text(column, value)
+                                    for column, value in row.items()} for row in rows])
+    print(text)
+    return {'.csv': rows, '.md': f'{text}\n'}
 
 
 if __name__ == '__main__':

@@ -2,7 +2,7 @@
 
     python -m analysis.tokens_to_match RUN RUN ... --out=NAME
 
-Figures 1 and 2 of the SPS paper, for each method and `baseline`, at each size:
+Figures 1 and 2 of the SPS paper, for each method and the baseline (the first group), at each size:
 
 * figure 1: the tokens that the baseline needs to reach the method's last loss before its decay (SPS
   at 18B tokens), divided by 18B. In the paper, 2.6 at XL;
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from analysis import figures
 from analysis.loss_curves import set_axes
+from analysis.runs import curve, curves_by_size, finished
 from common.files import UserError
 from common.runs import last_before_decay
 
@@ -23,33 +24,28 @@ LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # se
 
 
 @dataclass
-class Settings(figures.Settings):
-    baseline: str | None = None  # label that the others are compared with; None: standard if it is there, or the first
-
-
-@dataclass
 class Curve:
-    points: list[dict]  # of `figures.curve`, at the constant learning rate
+    points: list[dict]  # of `runs.curve`, at the constant learning rate
     budget: int  # tokens at which the shortest run's decay begins
     last: dict  # the shortest run's last point before its decay
 
 
-def constant_rate(runs: list[str]) -> Curve:
+def constant_rate(runs: list) -> Curve:
     """Return the Curve of runs that differ only in length and seed, without cosine schedules."""
     by_length = {}
     for run in runs:
-        by_length.setdefault(figures.settings_of(run).max_tokens, []).append(run)
+        by_length.setdefault(run.settings.max_tokens, []).append(run)
     points, ends = [], []
     for _, same_length in sorted(by_length.items()):
-        s = figures.settings_of(same_length[0])
+        s = same_length[0].settings
         if s.schedule == 'cosine':
             raise UserError(f'{same_length[0]} has schedule = cosine, without a constant learning rate: expected wsd '
                             'or constant')
         if not ends:  # longer runs may have been stopped
-            same_length = figures.finished(same_length)
+            same_length = finished(same_length)
         is_wsd = s.schedule == 'wsd'
         before = int(s.max_tokens * (1 - s.decay_fraction)) if is_wsd else s.max_tokens
-        points += [p for p in figures.curve(same_length) if (not ends or p['tokens'] > ends[-1][0])
+        points += [p for p in curve(same_length) if (not ends or p['tokens'] > ends[-1][0])
                    and p['tokens'] >= s.warmup_tokens and (not is_wsd or p['step'] <= last_before_decay(s))]
         if not points:
             raise UserError(f'{same_length[0]}: no evaluation between warm-up and decay')
@@ -68,38 +64,31 @@ def match(target: str, by: str, curves: dict[str, Curve]) -> dict:
 
 def plot(sizes: dict[str, dict[str, Curve]], rows: list[dict]):
     """Draw a panel per size: the curves, and an arrow from each loss to where it is matched."""
-    figure, panels = figures.panels('Tokens to match a loss, at the constant learning rate', len(sizes), len(sizes),
-                                    (6, 5.5))
-    labels = dict.fromkeys(label for curves in sizes.values() for label in curves)
-    styles, lines = {label: style for label, _, style in figures.styled(labels)}, {}
+    figure, panels = figures.new_figure('Tokens to match a loss, at the constant learning rate', len(sizes), (6, 5.5))
+    style_of = figures.styles(label for curves in sizes.values() for label in curves)
     for axes, (size, curves) in zip(panels, sizes.items()):
-        for label, c in curves.items():
-            lines[label] = figures.draw_band(axes, [p['tokens'] for p in c.points], c.points, **styles[label])
+        figures.draw(axes, figures.labeled({label: c.points for label, c in curves.items()}), 'tokens',
+                     style_of=style_of)
         reached = [row for row in rows if row['size'] == size and row['tokens']]
         for row in reached:
             axes.annotate('', (row['tokens'], row['loss']), (row['evaluated_at'], row['loss']),
-                          arrowprops={'arrowstyle': '->', 'color': styles[row['by']]['color']})
+                          arrowprops={'arrowstyle': '->', 'color': style_of[row['by']]['color']})
         set_axes(axes, [c.points for c in curves.values()], 'training tokens')
         axes.set_title(f'{size} parameters')
-    figure.legend(lines.values(), lines, loc='outside lower center', ncols=min(4, len(lines)),
-                  title=f'{figures.BAND}\nArrow: from a loss to where the other method matches it')
+    figures.add_legend(figure, f'{figures.BAND}\nArrow: from a loss to where the other method matches it',
+                       'lower center', ncols=min(4, len(style_of)))
     return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('tokens_to_match RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        sizes, rows = figures.curves_by_size(s, runs, constant_rate, LENGTH), []
-        for size, curves in sizes.items():
-            baseline, *others = curves
-            rows += [{'size': size} | match(target, by, curves) for other in others
-                     for target, by in ((other, baseline), (baseline, other))]
-        for row in rows:
-            tokens = figures.short_number(row['tokens'] or row['searched'])
-            found = (f'reaches it after {tokens} tokens: {row["tokens_ratio"]:.3f} times as many' if row['tokens']
-                     else f'does not reach it within {tokens} tokens')
-            print(f'{row["size"]}: {row["loss_of"]} has a loss of {row["loss"]:.4f} when its decay begins, at '
-                  f'{figures.short_number(row["budget"])} tokens; {row["by"]} {found}')
-        figures.write_figure(s.out, runs, 'tokens_to_match', rows, plot(sizes, rows))
+@figures.script(figures.Settings)
+def main(runs: list, s: figures.Settings) -> dict:
+    sizes, rows = curves_by_size(runs, constant_rate, LENGTH, s.labels), []
+    for size, curves in sizes.items():
+        baseline, *others = curves
+        rows += [{'size': size} | match(target, by, curves) for other in others
+                 for target, by in ((other, baseline), (baseline, other))]
+    figures.show(rows, 'size', 'loss_of', 'loss', 'budget', 'by', 'searched', 'tokens', 'tokens_ratio')
+    return {'.csv': rows, '.png': plot(sizes, rows)}
 
 
 if __name__ == '__main__':

@@ -8,22 +8,17 @@ Standard, are drawn as a horizontal line. Writes NAME.png and NAME.csv.
 from math import inf
 
 from analysis import figures
-from common.models import saved_config
-from common.runs import read_run
+from analysis.runs import curves_of, finished, map_readable, spread
 
 
-class Settings(figures.Settings):
-    """Only the common settings."""
-
-
-def sweep(runs: list[str]) -> list[dict]:
+def sweep(runs: list) -> list[dict]:
     """Return {'window', **spread of final losses} per window, ascending; inf: no window."""
     by_window = {}
     for run in runs:
-        window = getattr(saved_config(read_run(run), run), 'window', None)
+        window = getattr(run.config, 'window', None)
         by_window.setdefault(inf if window is None else window, []).append(run)
-    found = figures.map_readable(sorted(by_window), lambda window: figures.final_losses(by_window[window]))
-    return [{'window': window} | figures.spread(losses) for window, losses in found.items()]
+    found = map_readable(sorted(by_window), lambda window: finished(by_window[window]))
+    return [{'window': window} | spread([run.final_loss() for run in of_window]) for window, of_window in found.items()]
 
 
 def window_name(window: float) -> str:
@@ -32,29 +27,28 @@ def window_name(window: float) -> str:
 
 def plot(lines: dict[str, list[dict]]):
     """Draw {label: points} with evenly spaced windows."""
-    swept = [points for points in lines.values() if len(points) > 1] or list(lines.values())
-    windows = sorted({p['window'] for points in swept for p in points})
-    figure, axes = figures.new_figure('Final validation loss by attention window', figsize=(8, 4.5))
-    for label, points, style in figures.styled(lines):
-        if points in swept:
-            figures.draw_band(axes, [windows.index(p['window']) for p in points], points, label=label, **style)
-        else:  # a single window: a horizontal line
-            axes.axhspan(points[0]['lowest'], points[0]['highest'], alpha=0.2, color=style['color'], linewidth=0)
-            axes.axhline(points[0]['mean'], label=label, **style)
+    swept = {label: points for label, points in lines.items() if len(points) > 1} or lines
+    windows = sorted({p['window'] for points in swept.values() for p in points})
+    figure, (axes,) = figures.new_figure('Final validation loss by attention window')
+    style_of = figures.styles(lines)
+    rows = [row | {'place': windows.index(row['window'])} for row in figures.labeled(swept)]
+    figures.draw(axes, rows, 'place', style_of=style_of)
+    for label in [label for label in lines if label not in swept]:  # a single window: a horizontal line
+        point, = lines[label]
+        axes.axhspan(point['lowest'], point['highest'], alpha=0.2, color=style_of[label]['color'], linewidth=0)
+        axes.axhline(point['mean'], label=label, **style_of[label])
     axes.set_xticks(range(len(windows)), map(window_name, windows))
     axes.set(xlabel='attention window w, tokens', ylabel='final validation loss, nats per token')
-    figure.legend(loc='outside right center', title=figures.BAND)
+    figures.add_legend(figure, figures.BAND)
     return figure
 
 
-def main(argv: list[str] | None = None) -> None:
-    with figures.runs_to_read('window_sweep RUN RUN ... --out=NAME', Settings, argv) as (s, runs):
-        lines = figures.curves_of(runs, sweep, {'window'}, s.labels)
-        for label, points in lines.items():
-            print(f'{label}: ' + ', '.join(f'{p["mean"]:.4f} at w = {window_name(p["window"])}' for p in points))
-        rows = [{'label': label} | p | {'window': window_name(p['window'])}
-                for label, points in lines.items() for p in points]
-        figures.write_figure(s.out, runs, 'window_sweep', rows, plot(lines))
+@figures.script(figures.Settings)
+def main(runs: list, s: figures.Settings) -> dict:
+    lines = curves_of(runs, sweep, {'window'}, s.labels)
+    rows = [row | {'window': window_name(row['window'])} for row in figures.labeled(lines)]
+    figures.show(rows)
+    return {'.csv': rows, '.png': plot(lines)}
 
 
 if __name__ == '__main__':

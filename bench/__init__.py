@@ -173,17 +173,6 @@ def one_line(about: dict) -> str:
     return f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}'
 
 
-def markdown_table(rows: list[dict]) -> str:
-    """Format rows (dicts) in Markdown. A new table starts wherever the columns change."""
-    lines, columns = [], None
-    for row in rows:
-        if list(row) != columns:
-            columns = list(row)
-            lines += ['', '| ' + ' | '.join(columns) + ' |', '|' + '---|' * len(columns)]
-        lines.append('| ' + ' | '.join(str(x) for x in row.values()) + ' |')
-    return '\n'.join(lines[1:])
-
-
 @dataclass
 class Settings:
     toy: bool = False  # run for seconds, at meaningless sizes, and write nothing

@@ -53,7 +53,8 @@ TABLES = {
                 ' --dtype=auto --batch_size=32',
                 f'python -m analysis.restricted_state {runs("sps_s", "delayed_state_s")} --dtype=auto'],
     'figure6': [*(train(*values, name) for name, values in SEEDS.items()),
-                f'python -m analysis.seeds {runs(*SEEDS)} --out=out/seeds'],
+                f'python -m analysis.seeds {runs(*SEEDS)} --labels="Standard,2x Memory,Delayed State,SPS"'
+                ' --better=SPS --alike="2x Memory;Delayed State" --out=out/seeds'],
     'forks': ['python -m analysis.compare --seeds=3 --max_tokens=1_500_000 --out_dir=out/forks '
               + ' '.join(f'"{label}: {SMALL} {settings}"' for label, settings in FORKS.items())]}
 

@@ -1,11 +1,13 @@
 """Figures from run folders: averages over seeds, labels, and where curves cross."""
 import json
+import shutil
 
 import numpy as np
 import pytest
 from conftest import assert_sentence, run, succeeded
 
 from analysis import figures, loss_curves, scores
+from analysis.runs import Run, curve, curves_of, differences, group, named, spread
 from common.files import UserError
 
 
@@ -23,61 +25,75 @@ def write_run(folder, losses, model='standard', seed=0, settings=None, versions=
     return str(folder)
 
 
+def written(*args, **kwargs):
+    return Run(write_run(*args, **kwargs))
+
+
 def test_curves_average_seeds_and_labels_show_differing_settings(tmp_path):
-    runs = [write_run(tmp_path / 'a', [4.0, None, 2.0], settings={'extend': None}),
-            write_run(tmp_path / 'b', [4.0, 9.0, 3.0], seed=1, settings={'threads': 4, 'extend': 'out/short_b'}),
-            write_run(tmp_path / 'c', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='sps', window=64),
-            write_run(tmp_path / 'd', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='two_x_memory',
-                      window=None)]
-    groups = figures.group(runs)
-    assert groups == {'standard': runs[:2], 'sps': [runs[2]], 'two_x_memory': [runs[3]]}
-    assert figures.differences(runs)[runs[2]] == {'model': 'sps', 'learning_rate': 2.0}
-    flops = figures.flops_per_token(runs[0])
-    assert flops > 0 and figures.curve(runs[:2])[1] == {
+    runs = [written(tmp_path / 'a', [4.0, None, 2.0], settings={'extend': None}),
+            written(tmp_path / 'b', [4.0, 9.0, 3.0], seed=1, settings={'threads': 4, 'extend': 'out/short_b'}),
+            written(tmp_path / 'c', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='sps', window=64),
+            written(tmp_path / 'd', [4.0, 3.5, 2.0], 'sps', settings={'learning_rate': 2.0}, method='two_x_memory',
+                    window=None)]
+    assert group(runs) == {'standard': runs[:2], 'sps, method=sps': [runs[2]], 'sps, method=two_x_memory': [runs[3]]}
+    assert differences(runs)[runs[2]] == {'model': 'sps', 'learning_rate': 2.0, 'method': 'sps', 'window': 64}
+    flops = runs[0].flops_per_token
+    assert flops > 0 and curve(runs[:2])[1] == {
         'step': 2, 'tokens': 200, 'minutes': 2.0, 'gpu_hours': None, 'flops': 200 * flops, 'mean': 2.5, 'lowest': 2.0,
         'highest': 3.0, 'seeds': 2}
 
 
 def test_labels_hold_only_settings_that_differ(tmp_path, capsys):
-    runs = [write_run(tmp_path / name, [4.0], 'gpn', settings=settings, window=window)
+    runs = [written(tmp_path / name, [4.0], 'gpn', settings=settings, window=window)
             for name, settings, window in (('a', {'max_tokens': 2_500_000, 'min_lr': 0.1}, 64),
                                            ('b', {'max_tokens': 5_000_000, 'min_lr': 0.1}, 64),
                                            ('c', {'max_tokens': 5_000_000, 'min_lr': 0.2, 'data': 'x/fineweb/'}, 64),
                                            ('d', {'max_tokens': 5_000_000, 'min_lr': 0.1, 'later': True}, None))]
-    assert list(figures.group(runs)) == ['window=64, tokens=2.5M, min_lr=0.1', 'window=64, tokens=5M, min_lr=0.1',
-                                             'window=64, tokens=5M, min_lr=0.2', 'window=None, tokens=5M, min_lr=0.1']
-    assert list(figures.group(runs[:1])) == ['gpn']
-    figures.curves_of(runs[2:], figures.curve)
+    assert list(group(runs)) == ['window=64, tokens=2.5M, min_lr=0.1', 'window=64, tokens=5M, min_lr=0.1',
+                                 'window=64, tokens=5M, min_lr=0.2', 'window=None, tokens=5M, min_lr=0.1']
+    assert list(group(runs[:1])) == ['gpn']
+    curves_of(runs[2:], curve)
     assert 'window=None: also min_lr=0.1\n' in capsys.readouterr().out
-    alike = [write_run(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
-    assert list(figures.group(alike)) == [f'standard, {tmp_path}/data_a', f'standard, {tmp_path}/data_b']
+    alike = [written(tmp_path / f'data_{name}', [4.0], settings={'data': f'{name}/text'}) for name in 'ab']
+    assert list(group(alike)) == [f'standard, {tmp_path}/data_a', f'standard, {tmp_path}/data_b']
 
 
 def test_labels_can_be_given(tmp_path):
     """One for each group, in the order of the runs."""
-    runs = [write_run(tmp_path / name, [4.0], model, seed=seed) for name, model, seed in (
+    runs = [written(tmp_path / name, [4.0], model, seed=seed) for name, model, seed in (
         ('a', 'sps', 1), ('b', 'sps', 2), ('c', 'gpn', 1))]
-    assert figures.group(runs, labels='first, second') == {'first': runs[:2], 'second': runs[2:]}
-    assert figures.run_names(runs[:2], None) == {runs[0]: 'a', runs[1]: 'b'}
-    assert figures.run_names(runs[:2], 'x,y') == {runs[0]: 'x', runs[1]: 'y'}
+    assert group(runs, labels='first, second') == {'first': runs[:2], 'second': runs[2:]}
+    assert [*named(runs[:2], None).values()] == ['a', 'b'] and [*named(runs[:2], 'x,y').values()] == ['x', 'y']
     for wrong in ('first', 'a,b,c', 'a,a'):
         with pytest.raises(UserError, match=f"labels is '{wrong}': expected 2 different names, separated by commas"):
-            figures.group(runs, labels=wrong)
+            group(runs, labels=wrong)
     succeeded(run('-m', 'analysis.loss_curves', *runs, '--labels=first,second', f'--out={tmp_path}/figure'))
     assert {row['label'] for row in figures.read_csv(tmp_path / 'figure.csv')} == {'first', 'second'}
 
 
 def test_forks_and_copies_of_a_run_are_not_averaged_with_it(tmp_path, capsys):
-    sps, copy, fork = (write_run(tmp_path / name, [4.0], model, method='sps')
+    sps, copy, fork = (written(tmp_path / name, [4.0], model, method='sps')
                        for name, model in (('a', 'sps'), ('b', 'sps'), ('c', 'mysps')))
-    assert list(figures.curves_of([sps, copy, fork], figures.curve)) == ['sps', 'mysps sps']
-    assert figures.curve([sps, copy])[-1]['seeds'] == 1 and 'b duplicates' in capsys.readouterr().err
+    assert list(curves_of([sps, copy, fork], curve)) == ['sps', 'mysps']
+    assert curve([sps, copy])[-1]['seeds'] == 1 and 'b duplicates' in capsys.readouterr().err
+
+
+def test_costs_are_those_of_the_stored_code_if_it_is_asked_for(tiny_run, tmp_path):
+    folder = shutil.copytree(tiny_run, tmp_path / 'run')
+    stored = folder / 'code/model_standard.py'
+    stored.write_text(stored.read_text().replace('return 6 * n_matrix_weights(self)', 'return 1e9 + 0 * T #'))
+    flops = []
+    for options in ([], ['--code=run']):
+        succeeded(run('-m', 'analysis.loss_curves', folder, f'--out={tmp_path}/figure', *options))
+        row = figures.read_csv(tmp_path / 'figure.csv')[-1]
+        flops.append(float(row['flops']) / int(row['tokens']))
+    assert flops[0] < 1e6 and flops[1] == 1e9
 
 
 def line(*losses, cost=1):
     """Return the points of one run at 0, 1, ... tokens."""
     return [{'step': i, 'tokens': i, 'minutes': cost * i, 'gpu_hours': None, 'flops': cost * i}
-            | figures.spread([loss]) for i, loss in enumerate(losses)]
+            | spread([loss]) for i, loss in enumerate(losses)]
 
 
 def test_the_end_of_every_curve_is_visible():
@@ -94,9 +110,9 @@ def test_the_end_of_every_curve_is_visible():
 def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
     runs = [write_run(tmp_path / 'a', [4.0, 3.0]), write_run(tmp_path / 'b', [], 'sps'), tmp_path / 'none']
     result = succeeded(run('-m', 'analysis.loss_curves', *runs))
-    assert 'left out' in result.stderr and 'b: no validation loss' in result.stderr
+    assert 'left out' in result.stderr and 'b: no val that' in result.stderr
     assert 'none is not a run folder' in result.stderr
-    assert 'standard: 3.0000 (3.0000 to 3.0000, seeds: 1)' in result.stdout
+    assert 'standard     3       3        3      1     100        1' in result.stdout
     assert (tmp_path / 'loss_curves.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'loss_curves.csv').exists()
 
 
@@ -120,23 +136,23 @@ def test_crossing_is_where_a_curve_drops_below_and_stays_below():
     assert loss_curves.crossing(line(6, 5, 3.1, 2, 1, 1), first, 'tokens') is None
     assert loss_curves.crossing(line(4), line(5), 'tokens') == 0  # one evaluation each
     assert loss_curves.crossings(line(6, 3, 2, 1, cost=2), first) == [  # each axis separately
-        'from 1 tokens on', 'over time never', 'over compute never']
+        'from 1 training tokens on', 'never over training time, minutes', 'never over training FLOPs']
 
 
 def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
-    runs = [write_run(tmp_path / device, [4.0, 3.0, 2.0], seed=processes,
-                      versions={'device': device, 'processes': processes})
+    runs = [written(tmp_path / device, [4.0, 3.0, 2.0], seed=processes,
+                    versions={'device': device, 'processes': processes})
             for device, processes in (('cuda:0', 2), ('cuda', 4), ('cpu', 8))]
-    assert figures.curve(runs[:2])[2]['gpu_hours'] == pytest.approx((2 + 4) / 2 * 2 / 60)
-    on_gpus, on_cpu = figures.curve(runs[:2]), figures.curve(runs[2:])
+    on_gpus, on_cpu = curve(runs[:2]), curve(runs[2:])
+    assert on_gpus[2]['gpu_hours'] == pytest.approx((2 + 4) / 2 * 2 / 60)
     assert loss_curves.axes_of([on_gpus]) == ['tokens', 'gpu_hours', 'flops']
     assert loss_curves.axes_of([on_gpus, on_cpu]) == ['tokens', 'minutes', 'flops']
     without_flops = [point | {'flops': None} for point in on_cpu]
     assert loss_curves.axes_of([without_flops]) == ['tokens', 'minutes']
 
 
-@pytest.mark.parametrize('script', ['loss_curves', 'report', 'scores', 'context_ready', 'gpn_state', 'seeds', 'scaling',
-                                    'window_sweep', 'tokens_to_match', 'tables'])
+@pytest.mark.parametrize('script', ['loss_curves', 'scores', 'context_ready', 'gpn_state', 'seeds', 'scaling',
+                                    'window_sweep', 'tokens_to_match', 'tables', 'speculative'])
 def test_figures_reject_unusable_runs_with_a_clear_error(tmp_path, script):
     run_folder = write_run(tmp_path / 'a', [])
     assert_sentence(run('-m', f'analysis.{script}'), 'which run')
@@ -145,21 +161,21 @@ def test_figures_reject_unusable_runs_with_a_clear_error(tmp_path, script):
     assert not list(tmp_path.glob('figure*'))
 
 
-def test_score_curves_and_the_step_from_which_a_task_stays_solved(tmp_path, capsys):
+def test_score_curves_and_the_step_from_which_a_task_stays_solved(tmp_path):
     runs = []
     for seed in (0, 1):
         log = [{'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy_0': a,
-                'accuracy_1': 0.5 + seed / 4, 'levels_solved': 1}
+                'accuracy_1': 0.5 + seed / 4, 'nll': 1.0}
                for step, a in ((10, 0.99), (20, 0.9), (30, 1.0), (40, 1.0))]
-        runs.append(write_run(tmp_path / f'{seed}', [], seed=seed, log=log))
-    assert scores.score_names(runs, 'accuracy') == ['accuracy_0', 'accuracy_1']
-    points = figures.curve(runs, 'accuracy_1', 'accuracy_1')
+        runs.append(written(tmp_path / f'{seed}', [], seed=seed, log=log))
+    assert scores.score_names(runs[0], ('accuracy',)) == ['accuracy_0', 'accuracy_1']
+    points = curve(runs, 'accuracy_1')
     assert [p['step'] for p in points] == [10, 20, 30, 40] and points[0]['mean'] == .625 and points[0]['highest'] == .75
-    assert scores.solved_from(figures.curve(runs, 'accuracy_0', '')) == 30 and scores.solved_from(points) is None
-    scores.print_ends({'a': {'rnn_accuracy_1': points, 'nll': points}}, '')
-    assert [line.endswith(', not solved') for line in capsys.readouterr().out.splitlines()] == [False, True, False]
-    figure = scores.plot({'a': {'accuracy_0': points, 'accuracy_1': points}, 'b': {'accuracy_0': points}})
-    assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [('a', 2), ('b', 1)]
+    said = succeeded(run('-m', 'analysis.scores', *runs, '--scores=accuracy,nll', f'--out={tmp_path}/figure')).stdout
+    assert [line.split()[7:] for line in said.splitlines()[1:4]] == [['30'], [], []]  # a loss is not solved
+    rows = [{'label': label, 'score': name} | p for label, names in (('a', ('x', 'y')), ('b', ('x',)))
+            for name in names for p in points]
+    assert [(axes.get_title(), len(axes.lines)) for axes in scores.plot(rows).axes] == [('a', 2), ('b', 1)]
 
 
 def test_bars_show_final_scores_of_finished_runs_by_dataset(tmp_path, monkeypatch):
@@ -173,7 +189,7 @@ def test_bars_show_final_scores_of_finished_runs_by_dataset(tmp_path, monkeypatc
             log = [{'step': step, 'tokens': step, 'seconds': 1.0, 'val': 1.0, 'accuracy': a} for step, a in points]
             runs.append(write_run(tmp_path / f'{data}_{objective}_{seed}', [], 'nextlat' if own else 'mtp', seed,
                                   {'data': data, 'max_tokens': 20}, log=log, **own))
-    monkeypatch.setattr(figures, 'write_figure', lambda *args: drawn.append(args[-1]))
+    monkeypatch.setattr(figures, 'write', lambda path, contents: drawn.append(contents['.png']))
     scores.main([*runs, '--bars'])
     axes, = drawn[0].axes
     assert [(round(bar.get_x() + bar.get_width() / 2, 1), bar.get_height()) for bar in axes.patches] == [

@@ -6,13 +6,25 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, assert_sentence, run, succeeded
+from conftest import assert_sentence, run, succeeded
 from scipy.stats import t as student
 from test_compare import finished_run
 
 from analysis import claims, compare
-from analysis.claims import CLAIMS, DESCRIBED, OPPOSITE, RUNS, STATISTICS, SUPPORTED, UNSEEN, Claim, Settings, judge
-from analysis.figures import read_csv, smallest_effect
+from analysis.claims import (
+    CLAIMS,
+    DESCRIBED,
+    OPPOSITE,
+    RUNS,
+    STATISTICS,
+    SUPPORTED,
+    UNSEEN,
+    Claim,
+    Settings,
+    judge,
+    smallest_effect,
+)
+from analysis.figures import read_csv
 from common.run_settings import read_settings
 from train import Settings as TrainSettings
 
@@ -119,26 +131,6 @@ def test_claims_can_be_judged_in_several_calls(tmp_path, monkeypatch):
     rows, _ = judged('d')
     assert (rows['d']['difference'], rows['d']['our_command'], rows['d']['verdict'], rows['d']['p']) == (
         '-1.0', 'bench/results/a.csv: new', DESCRIBED, '')
-
-
-def test_committed_verdicts_follow_from_their_numbers():
-    folder = ROOT / 'bench/results/claims'
-    rows = read_csv(folder / 'claims.csv')
-    again = claims.add_verdicts([*claims.saved_rows(folder / 'claims.csv').values()])
-    assert [row['name'] for row in rows] == list(again) == [claim.name for claim in CLAIMS if claim.name in again]
-    for row in rows:
-        found = again[row['name']]
-        assert found['verdict'] == row['verdict'], row['name']
-        for key in ('difference', 'low', 'high', 'sd', *(['p', 'p_holm', 'smallest'] if row['p'] else [])):
-            assert found[key] == pytest.approx(float(row[key])), (row['name'], key)
-    assert (folder / 'claims.md').read_text() == claims.markdown(again)
-
-
-def test_committed_commands_equal_the_current_ones():
-    for row in read_csv(ROOT / 'bench/results/claims/claims.csv'):
-        for side, command in ((row['ours'], row['our_command']), (row['other'], row['other_command'])):
-            if side in RUNS:
-                assert command.split()[2:-1] == claims.arguments(side), row['name']
 
 
 def test_every_claim_names_runs_a_statistic_and_a_test_that_exist():

@@ -1,6 +1,5 @@
 """Comparisons that train runs: learning-rate search, reuse of runs, and the results table."""
 import math
-import statistics
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,11 @@ from test_analysis import write_run
 
 from analysis import compare
 from analysis.compare import Method
-from analysis.figures import interval, paired_difference, read_csv
+from analysis.figures import interval, read_csv
+from analysis.runs import Run
 from common.files import UserError
-from common.runs import meta_run
-from train import Settings
 
-BUDGET = Settings(max_tokens=800, warmup_tokens=80)
+BUDGET = ['--max_tokens=800', '--warmup_tokens=80']
 SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
 
 
@@ -84,7 +82,7 @@ def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path
 
 def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
     for _ in range(2):  # nothing is trained the second time
-        methods = {name: Method([], BUDGET, rate, f'{tmp_path}/{name}')
+        methods = {name: Method(BUDGET, f'{tmp_path}/{name}', rate)
                    for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
         compare.set_best_rates(methods, 1)
         assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
@@ -92,14 +90,14 @@ def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
     for own in map(given, trained):  # seed 0, which is not compared; an eighth of the tokens
         assert (own['seed'], own['max_tokens'], own['warmup_tokens']) == ('0', '100', '10')
     _, args = methods['a'].run(1e-3, 1)
-    assert args == ['--learning_rate=0.001', '--seed=1']
+    assert args == [*BUDGET, '--learning_rate=0.001', '--seed=1']
     rows = read_csv(tmp_path / 'rates.csv')
     assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
         [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
 
 
 def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
-    a, b = Method([], BUDGET, 8e-3, f'{tmp_path}/a'), Method([], BUDGET, 0.1, f'{tmp_path}/b')
+    a, b = Method(BUDGET, f'{tmp_path}/a', 8e-3), Method(BUDGET, f'{tmp_path}/b', 0.1)
     compare.set_best_rates({'a': a}, 1)
     assert a.rate == pytest.approx(1e-3, rel=0.25)
     folder, args = a.run(0.012, 0)
@@ -155,28 +153,8 @@ def test_table_values_follow_from_the_runs(tmp_path):
     assert a['minus_first'] is None and a['its_low'] is None
     assert (a['low'], a['high']) == interval(losses['a'])
     assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = meta_run(runs['c'][0])
+    model = Run(runs['c'][0]).model
     assert c['state_bytes'] == model.new_cache(1, 8).nbytes
     assert c['parameters'] == sum(p.numel() for p in model.parameters())
     assert c['flops'] == 1000 * model.flops_per_token(8)
     assert '| +0.2167 |' in compare.loss_table([a, b, c])
-
-
-def committed(path):
-    """Return the rows of a committed CSV if it has losses per seed and differences, else []."""
-    rows = read_csv(path)
-    return rows if {'losses', 'its_low'} <= rows[0].keys() else []
-
-
-@pytest.mark.parametrize('path', [path for path in sorted((ROOT / 'bench/results').glob('*.csv')) if committed(path)],
-                         ids=lambda path: path.stem)
-def test_committed_intervals_follow_from_their_losses(path):
-    rows = committed(path)
-    losses = [[*map(float, row['losses'].split())] for row in rows]
-    first = {row.get('equal'): own for row, own in zip(rows, losses) if not row['minus_first']}
-    for row, own in zip(rows, losses):
-        found = [float(row[key]) for key in ('loss', 'low', 'high')]
-        assert found == pytest.approx([statistics.mean(own), *interval(own)])
-        if row['minus_first']:
-            assert [float(row[key]) for key in ('minus_first', 'its_low', 'its_high')] == pytest.approx(
-                paired_difference(own, first[row.get('equal')]))

@@ -12,6 +12,7 @@ from test_models import paper_model, paper_settings
 from torch.utils.flop_counter import FlopCounterMode
 
 import analysis.context_ready
+import analysis.runs
 import attn_kernels
 import model_context_ready
 import model_standard
@@ -454,5 +455,5 @@ def test_a_run_is_converted_and_analysed(tiny_data, tmp_path):
     assert float(ready['K=1 - K=5']) == pytest.approx(float(ready['K=1']) - float(ready['K=5']))
     assert plain['K=1 - K=5'] == plain['L_pooled'] == '' and ready['C/N'] == '8' and 0 < float(ready['L_pooled']) < 10
     settings = [analysis.context_ready.Settings(tokens=640, batch_size=n) for n in (3, 20)]
-    few, all_at_once = (analysis.context_ready.analyze(found[0], s)['K=1'] for s in settings)
+    few, all_at_once = (analysis.context_ready.row_of(analysis.runs.Run(found[0]), s)['K=1'] for s in settings)
     assert few == pytest.approx(all_at_once, abs=0.002)  # each token counts once

@@ -12,7 +12,7 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 from test_models import make
 
 import eval as judge
-from analysis.figures import evaluations
+from analysis.runs import evaluations
 from common import checkpoint, runs
 from common.benchmarks import local_records
 from common.files import UserError

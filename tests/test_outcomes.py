@@ -12,6 +12,7 @@ from test_analysis import write_run
 
 import train
 from analysis import figures, seeds, tables, tokens_to_match, window_sweep
+from analysis.runs import Run, finished
 from common.settings import read_config_file
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=32)
@@ -43,7 +44,7 @@ def test_final_losses_come_from_finished_runs(tmp_path, capsys):
     whole = write_run(tmp_path / 'whole', [4.0, 3.0, 2.5], settings={'max_tokens': 200})
     cut = write_run(tmp_path / 'cut', [4.0, 3.0], seed=1, settings={'max_tokens': 200})
     again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
-    assert figures.final_losses([whole, cut, again]) == [2.5]
+    assert [run.final_loss() for run in finished([*map(Run, (whole, cut, again))])] == [2.5]
     told = capsys.readouterr().err
     assert 'cut was last evaluated at 100 of 200 tokens' in told and 'including the seed (0)' in told
 
@@ -61,9 +62,9 @@ def welch(a, b, shift=0.0):
 def test_seed_statistics_equal_textbook_formulas(a, b):
     a, b = LOSSES[a], (*LOSSES[b], 3.09)  # different lengths
     gap, (t, degrees) = sum(a) / 3 - sum(b) / 4, welch(a, b)
-    assert figures.lower_test(a, b) == pytest.approx(dict(gap=gap, t=t, degrees=degrees, p=student.cdf(t, degrees)))
+    assert seeds.lower_test(a, b) == pytest.approx(dict(gap=gap, t=t, degrees=degrees, p=student.cdf(t, degrees)))
     worse = max(welch(a, b, 0.01)[0], welch(b, a, 0.01)[0])
-    assert figures.equivalence_test(a, b, 0.01) == pytest.approx(
+    assert seeds.equivalence_test(a, b, 0.01) == pytest.approx(
         dict(gap=gap, t=worse, degrees=degrees, p=student.cdf(worse, degrees)))
     half = student.ppf(0.975, 2) * statistics.stdev(a) / math.sqrt(3)
     assert figures.interval(a) == pytest.approx((sum(a) / 3 - half, sum(a) / 3 + half))
@@ -74,19 +75,18 @@ def test_seed_tests_need_several_seeds(tmp_path):
     runs = [family_run(tmp_path / f'{method}_{seed}', method, [9.0, loss], seed=seed)
             for method, losses in LOSSES.items() for seed, loss in enumerate(losses)]
     alone = family_run(tmp_path / 'alone', 'reverse_sps', [9.0, 3.0])
-    rows, _ = drawn(tmp_path, 'seeds', *runs, alone)
+    asked = '--labels=standard,sps,2x,delayed,reverse', '--better=sps', '--alike=delayed;2x'
+    rows, _ = drawn(tmp_path, 'seeds', *runs, alone, *asked)
     groups = {row['label']: row for row in rows}
-    assert groups['sps']['seeds'] == '3' and groups['reverse_sps']['low'] == ''
+    assert groups['sps']['seeds'] == '3' and groups['reverse']['low'] == ''
     tests = figures.read_csv(tmp_path / 'figure_tests.csv')
     assert [(row['a'], row['b']) for row in tests] == [
-        ('sps', 'standard'), ('sps', 'two_x_memory'), ('sps', 'delayed_state'), ('delayed_state', 'two_x_memory')]
-    assert float(tests[0]['p']) == figures.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
-    assert float(tests[3]['p']) == figures.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
-    # without sps and without one of the two equivalent methods
-    one = ['-m', 'analysis.seeds', *runs[:3], *runs[9:], f'--out={tmp_path}/one']
-    found = run(*one)
-    assert 'standard: 3.1133' in found.stdout and found.stderr == ''  # not a word about models that are not there
-    assert "no test of 'sps': labels with several seeds: standard" in run(*one, '--better=sps').stderr
+        ('sps', 'standard'), ('sps', '2x'), ('sps', 'delayed'), ('delayed', '2x')]
+    assert float(tests[0]['p']) == seeds.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
+    assert float(tests[3]['p']) == seeds.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
+    assert 'standard      3 3.1133' in run('-m', 'analysis.seeds', *runs[:3], f'--out={tmp_path}/one').stdout
+    assert_sentence(run('-m', 'analysis.seeds', *runs, alone, *asked[:1], '--better=reverse'),
+                    "no test of 'reverse': labels with several seeds: standard; sps; 2x; delayed")
 
 
 # ---- tokens to match ----
@@ -112,21 +112,19 @@ def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
     assert float(first['tokens_ratio']) == pytest.approx(5200 / 1800, abs=1e-12)
     # conversely: SPS first reaches 3.2 or less at 1,300
     assert (second['loss_of'], second['by'], second['tokens']) == ('standard', 'sps', '1300')
-    assert '2.889 times as many' in found.stdout
+    assert '5200        2.8889' in found.stdout
+    assert drawn(tmp_path, 'tokens_to_match', sps, short, long)[0][0]['by'] == 'sps'  # the first is the baseline
     stopped = length_run(tmp_path / 'stopped', 'standard', constant[:31], 10_000, every=200, extend=short)
     assert drawn(tmp_path, 'tokens_to_match', short, sps, stopped)[0][0]['tokens'] == '5200'
     # without the long run, Standard never reaches it, whatever an unfinished second seed says
     half = length_run(tmp_path / 'half', 'standard', [1.0] * 10, 2000, seed=2)
-    (first, _), found = drawn(tmp_path, 'tokens_to_match', short, sps, half)
-    assert 'standard does not reach it within 1800 tokens' in found.stdout and first['tokens_ratio'] == ''
-    # with own labels, and none of them `standard`, the first is the baseline
-    (first, _), _ = drawn(tmp_path, 'tokens_to_match', short, sps, long, '--labels=old,new')
-    assert (first['loss_of'], first['by'], first['tokens']) == ('new', 'old', '5200')
+    (first, _), _ = drawn(tmp_path, 'tokens_to_match', short, sps, half)
+    assert (first['tokens'], first['searched'], first['tokens_ratio']) == ('', '1800', '')
 
 
 def test_constant_runs_count_to_the_end_and_cosine_gives_a_clear_error(tmp_path):
     constant = length_run(tmp_path / 'constant', 'standard', [3.0, 2.0, 1.0], 200, schedule='constant')
-    assert [p['mean'] for p in tokens_to_match.constant_rate([constant]).points] == [2.0, 1.0]
+    assert [p['mean'] for p in tokens_to_match.constant_rate([Run(constant)]).points] == [2.0, 1.0]
     half = length_run(tmp_path / 'half', 'standard', [3.0, 2.0], 200)
     assert_sentence(run('-m', 'analysis.tokens_to_match', half), 'was last evaluated at 100 of 200 tokens')
     cosine = length_run(tmp_path / 'cosine', 'standard', [3.0, 2.0], 2000, schedule='cosine')
@@ -142,10 +140,11 @@ def test_a_window_sweep_has_one_line_per_method(tmp_path):
             for (method, window), losses in values.items() for seed, loss in enumerate(losses)]
     runs.append(family_run(tmp_path / 'standard', 'standard', [9.0, 3.25]))
     rows, found = drawn(tmp_path, 'window_sweep', *runs)
+    sps, reverse = 'sps, method=sps', 'sps, method=reverse_sps'
     assert [(row['label'], row['window'], round(float(row['mean']), 9), row['seeds']) for row in rows] == [
-                    ('sps', '0', 3.3, '3'), ('sps', '64', 3.05, '2'), ('sps', 'all', 3.1, '2'),
-                    ('reverse_sps', '0', 4.0, '1'), ('reverse_sps', '64', 3.3, '1'), ('standard', 'all', 3.25, '1')]
-    assert '3.0500 at w = 64' in found.stdout
+        (sps, '0', 3.3, '3'), (sps, '64', 3.05, '2'), (sps, 'all', 3.1, '2'), (reverse, '0', 4.0, '1'),
+        (reverse, '64', 3.3, '1'), ('standard', 'all', 3.25, '1')]
+    assert 'sps, method=sps     64  3.05' in found.stdout
 
 
 def test_figures_draw_only_what_was_measured():
@@ -197,21 +196,6 @@ def paper_run(folder, method='sps', **values):
                       log=[record], **dict(n_layer=12, n_head=12, n_embd=768) | values)
 
 
-@pytest.mark.parametrize('paper, n_rows', [('sps', 20), ('nextlat', 9)])
-def test_the_papers_rows_are_consistent(paper, n_rows):
-    rows = figures.read_csv(tables.PAPERS / f'{paper}.csv')
-    assert len(rows) == n_rows
-    for row in rows:
-        for mean, ending in tables.MEANS.items():
-            names = [name for name in row if name.endswith(ending) and name not in tables.MEANS and row[name]]
-            if row.get(mean) and names:
-                assert len(names) == (4 if '%' not in mean else 5 if paper == 'sps' else 8)
-                error = 0.0011 if '%' not in mean else 0.06 if paper == 'sps' else 0.006
-                error = 0.04 if row['name'] == 'MTP (d = 1)' else error
-                found = statistics.mean(float(row[name]) for name in names)
-                assert found == pytest.approx(float(row[mean]), rel=0, abs=error), row['name']
-
-
 @pytest.mark.parametrize('paper, config, name', [
     ('sps', 'standard_xl', 'Standard XL'), ('sps', 'sps/two_x_memory_m', '2x Memory M'),
     ('gpn', 'gpn/gpn_130m', 'GPN+M, 1 layer'), ('gpn', 'gpn/gpn_2l', 'GPN+M, 2 layers'),
@@ -220,13 +204,13 @@ def test_the_papers_rows_are_consistent(paper, n_rows):
     ('nextlat', 'nextlat/fineweb_jtp_d4', 'JTP (d = 4)'), ('nextlat', 'nextlat/fineweb_nextlat_d2', 'NextLat (d = 2)')])
 def test_configs_match_the_papers_rows(tmp_path, paper, config, name):
     values = read_config_file(f'{ROOT}/config/{config}.py')
-    own = {field.name for field in dataclasses.fields(train.Settings)}
-    settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in own & values.keys()}
-    of_model = {key: values[key] for key in values.keys() - own} | {'n_ids': settings['assumed_ids'], 'eos_id': None}
-    folder = write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings, **of_model)
-    row = tables.row_of_paper(folder, figures.read_csv(tables.PAPERS / f'{paper}.csv'))
+    names = {field.name for field in dataclasses.fields(train.Settings)}
+    settings = dataclasses.asdict(train.Settings()) | {key: values[key] for key in names & values.keys()}
+    of_model = {key: values[key] for key in values.keys() - names} | {'n_ids': settings['assumed_ids'], 'eos_id': None}
+    own = Run(write_run(tmp_path / 'run', [3.0], settings['model'], settings=settings, **of_model))
+    row = tables.row_of_paper(own, figures.read_csv(tables.PAPERS / f'{paper}.csv'))
     assert row['name'] == name
-    sizes = tables.state_size(folder)
+    sizes = tables.state_size(own)
     for column in sizes if row.get('memory cells') else ():
         number, unit = re.fullmatch(r'([\d.]+)([KM]?)', row[column]).groups()
         scale = {'': 1, 'K': 1e3, 'M': 1e6}[unit]
@@ -239,15 +223,15 @@ def test_a_paper_run_is_followed_by_the_papers_row(tmp_path):
         ('longer', {'settings': {'max_tokens': 20_000_100_000}}), ('token', {'predict_input': 'token'}),
         ('window', {'window': 0}))]
     rows = figures.read_csv(tables.PAPERS / 'sps.csv')
-    assert tables.row_of_paper(whole, rows)['name'] == 'SPS S'
-    assert [tables.row_of_paper(folder, rows) for folder in other] == [None] * 3
+    assert tables.row_of_paper(Run(whole), rows)['name'] == 'SPS S'
+    assert [tables.row_of_paper(Run(folder), rows) for folder in other] == [None] * 3
     write_results(whole, {'wikitext': {'nats_per_word': 3.25}, 'c4': {'nats_per_word': 4.25}}, data_dir='files')
     write_results(whole, {name: {'nats_per_word': 4.5} for name in ('books3', 'govreport')})
     write_results(whole, {'sciq': {'acc_norm': 0.5}, 'piqa': {'acc_norm': 0.25}}, limit=7)
     write_results(whole, {'piqa': {'acc_norm': 0.625}})
     rates = [{'scale': 's', 'what': what, 'sps': ratio, 'sps_window_0': 9.0}
              for what, ratio in (('throughput, end to end', 0.94), ('memory, held', 1.01), ('memory, peak', 5.0))]
-    assert [tables.inference_of(folder, rates) for folder in other] == [
+    assert [tables.inference_of(Run(folder), rates) for folder in other] == [
         {'end-to-end throughput': 0.94, 'peak memory': 1.01}, {}, dict.fromkeys(tables.INFERENCE, 9.0)]
     (tmp_path / 'inference.json').write_text(json.dumps({'rows': rates}))
     (ours, paper), _ = drawn(tmp_path, 'tables', whole, f'--inference={tmp_path}/inference.json')
@@ -256,7 +240,7 @@ def test_a_paper_run_is_followed_by_the_papers_row(tmp_path):
     assert ours['task accuracy, %'] == '' and float(ours['piqa acc_norm, %']) == 62.5 and ours['sciq acc_norm, %'] == ''
     assert (ours['end-to-end throughput'], ours['peak memory']) == ('0.94', '1.01')
     assert float(ours['GPU-hours']) == 16 and float(ours['training GiB']) == 70.5
-    flops = figures.flops_per_token(whole)
+    flops = Run(whole).flops_per_token
     assert float(ours['training FLOPs']) == pytest.approx(20_000_145_408 * flops)
     lines = (tmp_path / 'figure.md').read_text().splitlines()
     assert len({line.count('|') for line in lines}) == 1 and '| 2.810 | 3.913 | 51.8 |' in lines[3]

@@ -5,10 +5,11 @@ import math
 import re
 import statistics
 
+import pytest
 from conftest import ROOT
 
 from analysis import claims
-from analysis.figures import read_csv
+from analysis.figures import interval, paired_gaps, read_csv
 
 RESULTS = ROOT / 'bench/results'
 SPS = {'SPS': 'sps', '2x Memory': 'two_x_memory', 'Delayed State': 'delayed_state', 'Reverse SPS': 'reverse_sps'}
@@ -88,6 +89,10 @@ def gap(row, sign=1):
 
 def claim_gap(row, sign=1):
     return gap({'minus_first': row['difference'], 'its_low': row['low'], 'its_high': row['high']}, sign)
+
+
+def mean_and_interval(values):
+    return statistics.mean(values), *interval(values)
 
 
 def mean_of(file, key, column, value):
@@ -304,6 +309,21 @@ def test_every_number_of_the_results_page_follows_from_the_files():
                   check_baseline, check_papers, check_setting):
         check(page)
     assert page.numbers() == [], page.rest
+
+
+def test_intervals_and_verdicts_follow_from_the_losses_of_each_seed():
+    tables = [table for path in RESULTS.glob('*.csv') if 'its_low' in (table := read_csv(path))[0]]
+    assert len(tables) == 5
+    for table in tables:
+        losses = [[*map(float, row['losses'].split())] for row in table]
+        first = {row.get('equal'): own for row, own in zip(table, losses) if not row['minus_first']}
+        for row, own in zip(table, losses):
+            assert (float(row['loss']), float(row['low']), float(row['high'])) == pytest.approx(mean_and_interval(own))
+            if row['minus_first']:
+                assert [float(row[key]) for key in ('minus_first', 'its_low', 'its_high')] == pytest.approx(
+                    mean_and_interval(paired_gaps(own, first[row.get('equal')])))
+    saved = claims.add_verdicts([*claims.saved_rows(RESULTS / 'claims/claims.csv').values()])
+    assert list(saved) == list(CLAIM) and (RESULTS / 'claims/claims.md').read_text() == claims.markdown(saved)
 
 
 # ---- measurements on the other pages ----

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import train
-from analysis import figures
+from analysis.runs import evaluations
 from common import checkpoint, machine, runs
 from common.files import UserError, friendly_errors, locked, sha256, sync, warn_once
 
@@ -124,11 +124,11 @@ def test_a_line_of_the_log_with_a_wrong_type_is_lost_and_counted(tmp_path, value
 def test_an_evaluation_after_a_cut_line_is_kept(tmp_path):
     (tmp_path / 'eval.jsonl').write_text('{"results": {"val": {"loss": 1.0}}}\n{"results": {"va')
     evaluation.append_line(tmp_path, {'results': {'val': {'loss': 2.0, 'bad': math.inf}}})
-    assert figures.evaluations(tmp_path / 'eval.jsonl') == {'val loss': 2.0}
+    assert evaluations(tmp_path / 'eval.jsonl') == {'val loss': 2.0}
     for line in ('[]', '{}', '{"results": []}', '{"results": {"val": 1}}', '{"results": {}, "settings": 1}',
                  '{"results": {"val": {"loss": 3}}, "of_steps": "9", "step": 1}'):
         (tmp_path / 'eval.jsonl').write_text(line + '\n')
-        assert figures.evaluations(tmp_path / 'eval.jsonl') == {}, line
+        assert evaluations(tmp_path / 'eval.jsonl') == {}, line
 
 
 @pytest.mark.slow

@@ -1,0 +1,345 @@
+"""Run folders for figures and tables: one `Run` each, grouped by settings, averaged over seeds."""
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from common.continuing import MAY_CHANGE, may_change
+from common.files import UserError, command, is_number, printable, read_lines, warn_once
+from common.models import count_parameters, meta_model, portable_config, saved_config
+from common.runs import read_log, read_run
+from common.settings import make_settings
+from data.shards import Data
+from train import Settings as TrainSettings
+
+# settings that are ignored when runs are grouped and labeled
+IGNORED = MAY_CHANGE - {'data'} | {'seed', 'extend', 'model', 'vocab_size', 'n_ids', 'eos_id'}
+SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
+SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
+SCORE_OPTIONS = 'data', 'val_tokens', 'num_fewshot', 'limit', 'bos', 'max_length'  # of eval.py; None or 0 by default
+
+
+# ---- one run ----
+
+class Run:
+    """A run folder. Its log and model are read when they are first used.
+
+    code: 'run' for the model's code as stored in the run, None for the current code.
+    """
+
+    def __init__(self, folder, code: str | None = None):
+        self.folder, self.code = str(folder), code
+        self.record = read_run(folder, code)
+
+    def __str__(self) -> str:
+        return self.folder
+
+    @cached_property
+    def log(self) -> list[dict]:
+        return read_log(self.folder)
+
+    @cached_property
+    def settings(self) -> TrainSettings:
+        """Training settings."""
+        return make_settings(TrainSettings, self.record['settings'], f'in {self}/config.json')
+
+    @cached_property
+    def config(self):
+        """Config of the model."""
+        return saved_config(self.record, self.folder)
+
+    @cached_property
+    def model(self):
+        """Model on the meta device."""
+        return meta_model(self.record['model'], portable_config(self.record, self.folder), self.record['code'])
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters. Tied weights count once."""
+        return count_parameters(self.model)
+
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        """Matmul FLOPs per training token, None if the model cannot compute them."""
+        try:
+            return self.model.flops_per_token(self.record['settings']['block_size'])
+        except Exception:  # the model file was edited since, or has no flops_per_token
+            return None
+
+    def logged(self, key: str) -> list[float]:
+        """Return all finite values of a key in the log."""
+        return [record[key] for record in self.log if is_number(record.get(key))]
+
+    def median(self, key: str) -> float | None:
+        """Return the median of a logged value, or None if it was never logged."""
+        values = self.logged(key)
+        return statistics.median(values) if values else None
+
+    def final_loss(self) -> float:
+        """Return the final validation loss in nats per token, or raise UserError if unfinished."""
+        evaluated = [record for record in self.log if is_number(record.get('val'))]
+        if not evaluated:
+            raise UserError(f'{self}: no validation loss was logged')
+        tokens, planned = evaluated[-1]['tokens'], self.settings.max_tokens
+        if tokens < planned:
+            raise UserError(f'{self} was last evaluated at {tokens:,} of {planned:,} tokens: finish training it with '
+                            + command('train.py', f'--out_dir={self}', '--resume'))
+        return evaluated[-1]['val']
+
+    def evaluations(self) -> dict[str, float]:
+        """Return the latest scores by eval.py."""
+        return evaluations(Path(self.folder) / 'eval.jsonl')
+
+
+def evaluations(path: Path) -> dict[str, float]:
+    """Read the latest scores of eval.jsonl as {'task metric': value}.
+
+    Options that affect the score are appended to the key, and the step if training was unfinished.
+    """
+    def is_whole(record):
+        parts = record.get('settings', {}), *record['results'].values()
+        return (all(isinstance(part, dict) for part in parts) and is_number(record.get('step', 0))
+                and is_number(record.get('of_steps') or 0))
+    found = {}
+    for record in read_lines(path, is_whole):
+        options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
+                   if key in SCORE_OPTIONS and value not in (None, 0)]
+        if record.get('step', 0) < (record.get('of_steps') or 0):
+            options.append(f'step={record.get("step", 0)}')
+        for task, metrics in record['results'].items():
+            found |= {' '.join([task, metric, *options]): value for metric, value in metrics.items()
+                      if is_number(value)}
+    return found
+
+
+# ---- groups of runs and their labels ----
+
+def differences(runs: list[Run], ignored: Set[str] = frozenset()) -> dict[Run, dict]:
+    """Return {run: {'model': name, setting: value}}, with the settings that differ.
+
+    Model settings are compared among runs of one model, training settings among all runs.
+    """
+    found = {}
+    for run in runs:
+        skipped = IGNORED | ignored
+        with suppress(UserError):  # the model file may be gone
+            skipped |= may_change(run.record) - {'data'}
+        found[run] = {'model': run.record['model']}
+        alike = [other for other in runs if other.record['model'] == run.record['model']]
+        for part, others in (('model_config', alike), ('settings', runs)):
+            found[run] |= {key: value for key, value in run.record[part].items() if key not in skipped
+                           and any(other.record[part].get(key, value) != value for other in others)}
+    return found
+
+
+def setting_label(name: str, value) -> str:
+    """Format a setting for a label: 'lr=0.0013', 'tokens=2.5M', 'data=fineweb_edu'."""
+    if name == 'model':
+        return value
+    text = short_number(value) if isinstance(value, (int, float)) else Path(str(value)).name[:32]
+    return f'{SHORT.get(name, name)}={text}'
+
+
+def short_number(value: float) -> str:
+    """Format a number for a label: '2.5M', '12345', '0.0001778'."""
+    for unit, letter in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
+        if abs(value) >= unit:
+            return f'{value / unit:.4g}{letter}'
+    return f'{value:.4g}' if isinstance(value, float) else str(value)
+
+
+def named(keys: Iterable, labels: str | None) -> dict:
+    """Return {key: label}. labels: 'A,B', one for each key; None: the names of the folders."""
+    keys = list(keys)
+    if labels is None:
+        return {key: Path(key.folder).name for key in keys}
+    names = [label.strip() for label in labels.split(',')]
+    if len(set(names)) < len(names) or len(names) != len(keys):
+        raise UserError(f'labels is {labels!r}: expected {len(keys)} different names, separated by commas, for '
+                        + '; '.join(map(str, keys)))
+    return dict(zip(keys, names))
+
+
+def group(runs: list[Run], ignored: Set[str] = frozenset(), labels: str | None = None) -> dict[str, list[Run]]:
+    """Group runs that differ only in the seed, or in `ignored` settings: {label: runs}.
+
+    A label names the model if they differ, then as few settings as identify the groups. labels: see
+    `figures.Settings`.
+    """
+    groups = {}
+    for run, settings in differences(runs, ignored).items():
+        texts = {key: setting_label(key, value) for key, value in settings.items()}
+        groups.setdefault(repr(settings), (texts, []))[1].append(run)
+    configs, members = zip(*groups.values())
+    parts = [()] * len(configs)
+    keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
+    # settings missing in some groups come first: they belong to the model, not to training
+    for key in ('model', *sorted(keys, key=lambda key: sum(key in config for config in configs))):
+        longer = [part + ((config[key],) if key in config else ()) for part, config in zip(parts, configs)]
+        if len(set(longer)) > len(set(parts)):
+            parts = longer
+    names = [printable(', '.join(part) or config['model']) for part, config in zip(parts, configs)]
+    if len(set(names)) < len(names):  # different values may look the same when shortened
+        names = [f'{name}, {own[0]}' for name, own in zip(names, members)]
+    if labels:
+        names = named(names, labels).values()
+    return dict(zip(names, members))
+
+
+def map_readable(items: Iterable, function: Callable) -> dict:
+    """Return {item: function(item)}, skipping items that raise UserError or OSError.
+
+    Errors are printed to stderr. If every item fails, the first error is raised.
+    """
+    found, errors = {}, []
+    for item in items:
+        try:
+            found[item] = function(item)
+        except (UserError, OSError) as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    for error in errors:
+        warn_once(f'left out: {error}')
+    return found
+
+
+def curves_of(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset(), labels: str | None = None) -> dict:
+    """Return {label: curve_of(runs of that label)}, with runs grouped and labeled by `group`.
+
+    Prints differing settings that are not in the labels, and errors of runs that it skips.
+    """
+    groups, settings = group(runs, ignored, labels), differences(runs, ignored)
+    curves = map_readable(groups, lambda label: curve_of(groups[label]))
+    for label in curves if labels is None else []:
+        texts = [setting_label(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
+        if hidden := set(texts) - set(label.split(', ')):
+            print(f'{label}: also {", ".join(sorted(hidden))}')
+    if len({run.record['data']['sha256'] for label in curves for run in groups[label]}) > 1:
+        warn_once('these runs have different data: their losses in nats per token cannot be compared')
+    return curves
+
+
+def curves_by_size(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset(),
+                   labels: str | None = None) -> dict:
+    """Return {size: result of `curves_of`}, sizes ascending, such as {'131.1M': {label: curve}}.
+
+    Sizes with one label alone are skipped with a message.
+    """
+    parameters, sizes = map_readable(runs, lambda run: run.parameters), {}
+    for run in sorted(parameters, key=parameters.get):
+        if not sizes or parameters[run] > SAME_SIZE * max(sizes):
+            sizes[parameters[run]] = []
+        sizes[max(sizes)].append(run)
+
+    def compared(n):
+        curves = curves_of(sorted(sizes[n], key=runs.index), curve_of, ignored, labels)
+        if len(curves) < 2:
+            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected a baseline '
+                            'and others')
+        return curves
+    return {short_number(n): curves for n, curves in map_readable(sizes, compared).items()}
+
+
+# ---- seeds ----
+
+def one_per_seed(runs: list[Run], value_of: Callable) -> dict:
+    """Return {run: value_of(run)} of the readable runs, of runs that differ only in the seed."""
+    seeds = {}
+
+    def checked_value(run):
+        value, seed = value_of(run), run.record['settings'].get('seed')
+        if seed in seeds:
+            raise UserError(f'{run} duplicates {seeds[seed]}: all settings are equal, including the seed ({seed})')
+        seeds[seed] = run
+        return value
+    return map_readable(runs, checked_value)
+
+
+def finished(runs: list[Run]) -> list[Run]:
+    """Return the finished runs, one per seed, of runs that differ only in the seed."""
+    return list(one_per_seed(runs, Run.final_loss))
+
+
+def usable_runs(runs: list[Run]) -> list[Run]:
+    """Return the `finished` runs, or all runs if none has a training log (imported models)."""
+    return finished(runs) if any(run.log for run in runs) else runs
+
+
+def spread(values: Sequence[float]) -> dict:
+    """Return the mean, lowest and highest of one value per seed, and the number of seeds."""
+    return {'mean': statistics.mean(values), 'lowest': min(values), 'highest': max(values), 'seeds': len(values)}
+
+
+def curve(runs: list[Run], key: str = 'val', minus: dict | None = None) -> list[dict]:
+    """Return points {'step', 'tokens', 'minutes', 'gpu_hours', 'flops', **spread} of a value.
+
+    Only steps that every run logged are included. minus: {seed: run whose value is subtracted}.
+    gpu_hours is None unless all runs used GPUs. flops is of the first run, None if unknown.
+    """
+    found = one_per_seed(runs, lambda run: records_of(run, key, minus))
+    runs, logs = list(found), list(found.values())
+    versions, flops, points = [run.record['versions'] for run in runs], runs[0].flops_per_token, []
+    gpus = [v.get('processes', 1) if str(v.get('device')).startswith('cuda') else 0 for v in versions]
+    for tokens in sorted(set.intersection(*map(set, logs))):
+        values = [log[tokens][key] for log in logs]
+        seconds = [log[tokens]['seconds'] for log in logs]
+        gpu_hours = statistics.mean(n * s / 3600 for n, s in zip(gpus, seconds)) if all(gpus) else None
+        points.append({'step': logs[0][tokens]['step'], 'tokens': tokens, 'minutes': statistics.mean(seconds) / 60,
+                       'gpu_hours': gpu_hours, 'flops': flops and flops * tokens} | spread(values))
+    if not points:
+        raise UserError(f'{" ".join(map(str, runs))}: no {key} that all of these runs logged at the same step')
+    return points
+
+
+def records_of(run: Run, key: str, minus: dict | None = None) -> dict[int, dict]:
+    """Return {tokens: log record} of the records with `key`. minus: see `curve`."""
+    records = {record['tokens']: record for record in run.log if is_number(record.get(key))}
+    if minus:
+        if (seed := run.settings.seed) not in minus:
+            raise UserError(f'{run} has seed {seed}: --minus has no run with that seed')
+        others = records_of(minus[seed], key)
+        records = {n: record | {key: record[key] - others[n][key]} for n, record in records.items() if n in others}
+    return records
+
+
+def holds_from(points: list[dict], holds: Callable) -> dict | None:
+    """Return the first point from which holds(point) is true to the end, or None."""
+    last = list(itertools.takewhile(holds, reversed(points)))
+    return last[-1] if last else None
+
+
+# ---- validation documents ----
+
+def limited_block_size(runs: list[Run], block_size: int) -> int:
+    """Return block_size, limited to the shortest training window of the runs. Prints the limit."""
+    shortest = min(run.record['settings']['block_size'] for run in runs)
+    if shortest < block_size:
+        print(f'trained on windows of {shortest} tokens: only the first {shortest} of each document are read')
+    return min(block_size, shortest)
+
+
+def long_documents(data, least: int, most: int, n: int, seed: int | None = None) -> list:
+    """Return n validation documents (int64 arrays) of at least `least` tokens, truncated to `most`.
+
+    Both lengths include eos. The documents are the first ones, or a random sample if `seed` is
+    given. Warns if there are fewer than n, raises UserError if there are none.
+    """
+    if not isinstance(data, Data):
+        raise UserError(f'{data.folder} is a task and has no documents: give --data=FOLDER with text documents')
+    ids = data.tokens('val', 0, data.splits['val']['tokens'])
+    *documents, _ = np.split(ids, np.flatnonzero(ids == data.eos_id) + 1)  # each with its eos
+    found = [document[:most] for document in documents if len(document) >= least]
+    if not found:
+        raise UserError(f'{data.folder} has no validation document of {least:,} tokens or more: give shorter lengths, '
+                        'or --data=FOLDER with longer documents')
+    if seed is not None:
+        random.Random(seed).shuffle(found)
+    if len(found) < n:
+        warn_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
+    return found[:n]

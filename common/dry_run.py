@@ -11,11 +11,10 @@ import weakref
 from os.path import relpath
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _device
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -156,15 +155,16 @@ class FusedCrossEntropy(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0]), None, None
 
 
-class EmulateGPU(_device.DeviceContext):
-    """torch.device('meta'), with matrix products in `dtype`, like autocast.
+class EmulateGPU(TorchFunctionMode):
+    """Matrix products in `dtype`, like autocast.
 
     Attention and cross-entropy are fused, and `.to(torch.float32)` takes no memory: the compiler
-    fuses it with what reads the result, which is the loss. It is a DeviceContext because that is
-    the only mode in which checkpointing recomputes. PyTorch 2.14 makes a new one from `device`.
+    fuses it with what reads the result, which is the loss.
     """
 
-    dtype = torch.bfloat16  # `activation_bytes` sets it
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def cast(x):
@@ -175,8 +175,7 @@ class EmulateGPU(_device.DeviceContext):
             return args[0]
         if function is F.cross_entropy:
             return FusedCrossEntropy.apply(*args[:2], kwargs.get('reduction', 'mean'))
-        return super().__torch_function__(function, types, tree_map(cast, args) if function in PRODUCTS else args,
-                                          kwargs)
+        return function(*(tree_map(cast, args) if function in PRODUCTS else args), **(kwargs or {}))
 
 
 def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows: int) -> int:
@@ -188,7 +187,9 @@ def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows:
     for p in model.parameters():
         p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
     tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
-    with (mock.patch.object(EmulateGPU, 'dtype', dtype), mock.patch.object(_device, 'DeviceContext', EmulateGPU),
-          LiveBytes() as live, EmulateGPU('meta')):
-        model(tokens, tokens)['loss'].backward()
+    with LiveBytes() as live, torch.device('meta'), EmulateGPU(dtype):
+        loss = model(tokens, tokens)['loss']
+        # loss.backward() leaves EmulateGPU, and checkpointed blocks would run again without it
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return live.peak

@@ -193,15 +193,16 @@ def check_context_ready(page):
                for label in ('K=5, k_min=2', 'K=1, k_min=None')]
     page.says('width of 256, D = 2 had {:.3f} (seeds: {:.3f} to {:.3f}) after 2.5M bytes, and N = 2 had {:.3f} ({:.3f} '
               'to {:.3f})', *columns[0], *columns[1])
-    page.says('after 2.5M bytes, D = 2 is level with N = 2 (one seed) or slightly ahead (older trial), with {:.1f} times',
-              flops['n_layer=2, variant=add, K=5'] / flops[two])
+    page.says('after 2.5M bytes, D = 2 is level with N = 2 (one seed) or slightly ahead (older trial), with {:.1f} '
+              'times', flops['n_layer=2, variant=add, K=5'] / flops[two])
     ratios = [float(row['L_token']) for row in read_csv(RESULTS / 'context_ready_depths.csv') if row['L_token']]
     page.says('the largest ratio at a single token was {:.1f} to {:.1f}', min(ratios), max(ratios))
     tied = CLAIM['cr_tied_early']
     page.says('After {:.1f}M bytes, before its start is over, `tied` is {:.3f} ({:.3f} to {:.3f}) better',
               float(tied['our_tokens']) / 1e6, *(-float(tied[key]) for key in ('difference', 'high', 'low')))
     page.says('a correction changes {:.2f} times as much', float(CLAIM['cr_contraction']['our_mean']))
-    page.says('three unrolls close {:.1f}% of the gap in perplexity', 100 * float(CLAIM['cr_three_unrolls']['our_mean']))
+    page.says('three unrolls close {:.1f}% of the gap in perplexity',
+              100 * float(CLAIM['cr_three_unrolls']['our_mean']))
     pointer = CLAIM['cr_pointer']
     page.says('with 4 levels, D = 1 solves {:.1f} and N = 1 solves {:.1f} ({} seeds; paper: 11 and 1 of 11)',
               float(pointer['our_mean']), float(pointer['other_mean']), pointer['seeds'])
@@ -281,7 +282,8 @@ def check_papers(page):
     page.says('The margin is 18% of perplexity, with 4 bytes a sub-word')
     assert claims.CLAIMS[[claim.name for claim in claims.CLAIMS].index('gpn_near_gdn')].margin == math.log(1.18) / 4
     for text in ('paper: 0.55)', 'paper: 98%)', 'paper: 0.46 over', 'paper: NextLat about 1, with AdamW)',
-                 'paper: 0.548 and 0.331)', 'paper, on Manhattan: 52.7 and 160.1)', 'a grid of 100 places', 'paper: 2.3 to 2.7, 1.5 and 1.4)', 'figure 5a'):
+                 'paper: 0.548 and 0.331)', 'paper, on Manhattan: 52.7 and 160.1)', 'a grid of 100 places',
+                 'paper: 2.3 to 2.7, 1.5 and 1.4)', 'figure 5a'):
         page.says(text)
 
 
@@ -295,7 +297,8 @@ def check_setting(page):
     page.says('a sample of {:,} articles', len(sample))
     for text in ('chosen with seed 0, mostly', 'Standard with a window of 16.',
                  'about 1,000 times smaller', 'goes on to 5M bytes', 'with 95% intervals', 'at a level of 5%',
-                 'after 5M bytes of Wikipedia', 'trains on 4M bytes with five seeds. Learning rates are chosen after 1M',
+                 'after 5M bytes of Wikipedia', 'trains on 4M bytes with five seeds',
+                 'Learning rates are chosen after 1M',
                  '| after 0.25M bytes | after 1M bytes (95%) | after 4M bytes, one seed |', "| 95% | sd |",
                  '| AdamW, 1M bytes (95%) | AdamW, 3M, one seed | Muon, 1M bytes (95%) | Muon, 3M, one seed |',
                  '1,024 bytes: 2M (95%) | 8M, one seed | 256 bytes: 2M (95%) | 8M, one seed', 'with windows of 256 it',
@@ -339,14 +342,15 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     readme, sps, terms = Page('README.md'), Page('docs/sps.md'), 'time over standard'
     ratios = [measured(f'train_step_{cpu}.json', terms='same', dtype=dtype)['ratio']
               for dtype in ('bfloat16', 'float32') for cpu in ('cpu', 'amx_cpu')]
-    readme.says("`standard` trains {:.2f} times as fast as Hugging Face's Llama in bf16 on an AMD EPYC, and {:.2f} times on "
-                'an Intel Xeon. In fp32, it is {:.2f} and {:.2f} times', *ratios)
+    readme.says("`standard` trains {:.2f} times as fast as Hugging Face's Llama in bf16 on an AMD EPYC, and {:.2f} "
+                'times on an Intel Xeon. In fp32, it is {:.2f} and {:.2f} times', *ratios)
     one, many = (measured('generate_gpu.json', terms='float32', batch=batch)['ratio'] for batch in (1, 16))
-    readme.says("On an H100, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's `generate` (both in fp32, 32 tokens "
-                'after 16)', many, one)
+    readme.says("On an H100, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's `generate` (both in fp32, 32 "
+                'tokens after 16)', many, one)
     Page('docs/gpu.md').says("in fp32, {:.1f} times Hugging Face's `generate` in fp32 with one sequence, {:.1f} times",
                              one, many)
-    sps.says('| a training step | {:.1f} |', measured('train_step_cpu.json', terms=terms, dtype='bfloat16', T=1024)['sps'])
+    step = measured('train_step_cpu.json', terms=terms, dtype='bfloat16', T=1024)
+    sps.says('| a training step | {:.1f} |', step['sps'])
     one, many = (measured('generate_cpu.json', terms=terms, batch=batch, dtype='float32')['sps'] for batch in (1, 16))
     sps.says('| decoding one sequence | {:.2f} |', one)
     sps.says('| decoding 16 sequences | {:.2f} |', many)
@@ -377,7 +381,8 @@ def test_speeds_of_the_models_follow_from_the_files():
     costs = [measured('objectives_cpu.json', objective=name, horizon=1)[key] for name in ('nextlat', 'bst')
              for key in ('time_over_ntp', 'peak_memory_over_ntp')]
     nextlat.says("a NextLat step takes {:.2f} times GPT's time (byte vocabulary) and {:.1f} times its memory "
-                 '(vocabulary 50304). BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} times the memory', *costs)
+                 '(vocabulary 50304). BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} times the '
+                 'memory', *costs)
     found = {}
     for row in measured('speculative_auto_epyc_cpu.json')['rows']:
         if row['auto_confidence'] == 0.02:

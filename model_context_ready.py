@@ -16,7 +16,8 @@ There are two ways to compute a sequence; the second converges to the first (the
     unrolls     K passes over all positions at once: pass k uses z_{t-1} of pass k - 1 (eq. 5,
                 `unroll`). The first has no correction, so K = 1 is the plain Transformer.
 
-`logits` and long prompts unroll until z stops changing: `_fixed_point`.
+`logits` and long prompts unroll until z stops changing (`_fixed_point`). A model trained with bptt
+streams them: its z may change until the last of T + 1 unrolls.
 scans/context_ready.py is a faster `loop`, used as long as the equations in this file are unedited.
 Inferred: linear layers and LayerNorms have biases, the head has none.
 
@@ -70,8 +71,7 @@ class Config:
     bptt: bool = False  # train by streaming, with backpropagation through all positions, instead of by unrolls
     scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt only; auto: fast (scans/), or loop after an edit
     segment_len: int = 32  # bptt with scan = 'loop': positions recomputed at a time in the backward pass
-    prefill: Literal['parallel', 'sequential'] = 'parallel'  # prompts and `logits`: by unrolls, or by Algorithm 1
-    prefill_tol: float = 1e-6  # parallel prefill stops once every z changes by less than this, relative to its norm
+    prefill_tol: float = 1e-6  # prompts are unrolled until every z changes by less than this, relative to its norm
     window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
     dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2
     rope_theta: float = 10000.0  # base of the RoPE frequencies
@@ -176,7 +176,6 @@ class Cache(KVCache):
         # z[:, 0] is of the token before the last call, z[:, 1 + i] of the token in hidden[:, i]: a
         # rollback can resume from any of them. The initial zeros are the paper's z_{-1}.
         self.z = self.hidden.new_zeros(batch_size, max_call + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
-        self.n_unrolls = None  # unrolls in the last parallel prefill
 
     def last_z(self):
         """Return z of each row's last token: (B, 1, C)."""
@@ -405,8 +404,6 @@ class Model(nn.Module):
         """Return the head's inputs as in streaming, without gradient. idx: (B, T) -> (B, T, C)."""
         if self.config.bptt or self.config.K == 1:  # `states` equals streaming
             z = self.states(idx)
-        elif self.config.prefill == 'sequential':
-            z = self.stream(idx)
         else:
             z, _ = self._fixed_point(torch.ones_like(idx, dtype=torch.bool), *self._sequence(idx))
         return self.head_input(z)
@@ -426,15 +423,15 @@ class Model(nn.Module):
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py.
 
-        Calls of n <= cache.max_call are streamed; longer ones run as the setting `prefill` says.
+        Calls of n <= cache.max_call are streamed, and all calls of a model trained with bptt.
         """
         c, n, zs, z = self.config, tokens.shape[1], [], cache.last_z()
-        in_parallel = c.K == 1 or n > cache.max_call and c.prefill == 'parallel'
+        in_parallel = c.K == 1 or n > cache.max_call and not c.bptt
         for piece in cache.pieces(tokens, lengths, piece_len=None if in_parallel else 1):
             e, starts = self.embed(piece.tokens), piece.positions == piece.doc_start
             if in_parallel and c.K > 1:
                 is_token = torch.arange(e.shape[1], device=e.device) < piece.n_new[:, None]
-                z, cache.n_unrolls = self._fixed_point(is_token, e, z, starts, piece.rope, piece.mask(), cache)
+                z, _ = self._fixed_point(is_token, e, z, starts, piece.rope, piece.mask(), cache)
             else:
                 z = self.step(e, z if c.K > 1 else None, starts, piece.rope, piece.mask(), cache)
             zs.append(z)

@@ -57,10 +57,8 @@ def measure(model, idx, targets):
     first, second, last = corrections
     moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)])
     nll['sequential'] = model.nll(model.stream(idx), targets).item()
-    c.prefill = 'parallel'
-    cache = model.new_cache(*idx.shape)
-    model.extend(idx, cache)
-    return nll, moves, cache.n_unrolls
+    _, n_unrolls = model._fixed_point(torch.ones_like(idx, dtype=torch.bool), *model._sequence(idx))
+    return nll, moves, n_unrolls
 
 
 def contraction(moves):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXED, RANDOM = '--K=10 --k_min=None', '--K=10'  # unrolls of a step: always 10, and 2 to 10
-PLAIN = '--K=1 --bptt=False --prefill=parallel'  # a Roformer on pointer chasing
+PLAIN = '--K=1 --bptt=False'  # a Roformer on pointer chasing
 # Batches at T = 512 and 1024 are inferred. 100,000 steps at 512 (A7) come close in loss to as many
 # tokens at 256 (A9). N = 6 gains 0.10 nats per doubling of tokens at T = 256. It gains 0.19 from A6
 # to A9, which is two doublings.

@@ -8,7 +8,6 @@ n_head = 4
 n_embd = 256
 window = 38
 bptt = True
-prefill = 'sequential'
 block_size = 338
 batch_size = 64
 micro_batch_size = 64

@@ -1,5 +1,5 @@
 # Small pointer chasing for two cores: appendix B with 3 hops and C = 64; D = 1 by exact BPTT.
-# Roformers of N blocks to compare: --bptt=False --K=1 --prefill=parallel --n_layer=N
+# Roformers of N blocks to compare: --bptt=False --K=1 --n_layer=N
 from config.context_ready.pointer import *
 
 data = 'pointer_chasing:hops=3,keys=5,values=10,val_rows=256'

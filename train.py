@@ -51,7 +51,7 @@ class Settings:
     data: str = 'data/built/fineweb_edu'  # folder, built-in data, or a task with options: path_star:degree=2,length=5
     make_data: str | None = None  # command that builds `data`, to print if it is missing; None: FineWeb-Edu's
     assumed_ids: int = 50257  # tokenizer size that a dry run assumes if the data do not exist
-    documents: bool = True  # mask attention between documents; False sets the model's eos_id to None
+    mask_documents: bool = True  # mask attention between documents; False sets the model's eos_id to None
     verify: bool = False  # check the checksum of every shard before the first step
     # batch and length
     batch_size: int = 96  # sequences per optimizer step, over all processes and micro-batches

@@ -38,7 +38,7 @@ from train import Settings as TrainSettings
 STEP = 1.5  # ratio of neighboring learning rates
 SHARE = 1 / 8  # default fraction of the tokens with which learning rates are compared
 DIVERGED = 'diverged.txt'  # the error message of a run that diverged, in its folder
-SAME = 'data', 'documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that must be equal
+SAME = 'data', 'mask_documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that must be equal
 
 
 @dataclass

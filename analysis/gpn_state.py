@@ -10,7 +10,7 @@ emptied; for runs on data/recall.py, also accuracy and nll by distance.
 
 A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's
 half-life). Heads are split into slow and fast at the largest gap between lifetimes. As in the
-paper, states must be carried across document boundaries (--documents=False).
+paper, states must be carried across document boundaries (--mask_documents=False).
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -283,7 +283,7 @@ def rows_of(run, s: Settings):
     model, data = figures.load(run, s)
     figures.require(model, run, 'ground_input', 'first_state', 'step')
     if model.config.eos_id is not None:
-        raise UserError(f'{run} starts each document with an empty state: expected a run with --documents=False')
+        raise UserError(f'{run} starts each document with an empty state: expected a run with --mask_documents=False')
     device = model.fuse.weight.device
     T = s.block_size or getattr(data, 'T', run.record['settings']['block_size'])  # tasks have a row length T
     n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))

@@ -88,8 +88,8 @@ def inherit_model_settings(s, given: dict) -> tuple:
                             f'model_{s.model} has no {name}')
     known -= {*getattr(theirs, 'own', ())} ^ {*getattr(ours, 'own', ())}  # these mean something else in one of them
     values = {name: value for name, value in values.items() if name in known}
-    if 'documents' not in given and 'eos_id' in values:
-        s = replace(s, documents=values['eos_id'] is not None)
+    if 'mask_documents' not in given and 'eos_id' in values:
+        s = replace(s, mask_documents=values['eos_id'] is not None)
     return s, {name: value for name, value in values.items() if name not in ('n_ids', 'eos_id')} | given
 
 
@@ -136,7 +136,7 @@ def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -
         worst = (have - want).abs().max().item()
         if not worst < 1e-4:
             raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
-                            'training. Settings unrelated to the new weights (window, documents, n_head) must match '
-                            "the source's and be supported by this model")
+                            'training. Settings unrelated to the new weights (window, mask_documents, n_head) must '
+                            "match the source's and be supported by this model")
         print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
               f'{worst:.1e}')

@@ -66,7 +66,7 @@ def model_config(s, given, data, record):
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
                         'out n_ids')
-    eos_id = data.eos_id if s.documents else None
+    eos_id = data.eos_id if s.mask_documents else None
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
     Config = models.model_file(s.model, code_folder(s)).Config
     shared = {name: getattr(s, name) for name in getattr(Config, 'shared', ()) if hasattr(s, name)}

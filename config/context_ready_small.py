@@ -1,7 +1,7 @@
 # Small Context-Ready, D = 2, as the narrowest row of table 3: two cores, Python's documentation.
 model = 'context_ready'
 data = 'python_docs'
-documents = False
+mask_documents = False
 n_layer = 2
 n_head = 4
 n_embd = 256

@@ -2,7 +2,7 @@
 # --n_embd=304; with two layers: --n_layer=2 --n_embd=176 --n_ffn=496
 model = 'gpn'
 data = 'python_docs'
-documents = False
+mask_documents = False
 n_layer = 1
 n_head = 4
 n_embd = 256

@@ -1,6 +1,6 @@
 """Word problem of A5, the 60 even permutations of five: state tracking (NextLat paper, RNNs).
 
-    python train.py --data=a5:length=12 --block_size=12 --documents=False ...  options: see Task
+    python train.py --data=a5:length=12 --block_size=12 --mask_documents=False ... options: Task
 
 No Transformer of fixed depth and precision can track words of every length. A row is a word of
 random elements. The target at each position is the product so far, not the next token:

@@ -1,6 +1,6 @@
 """Countdown: combine four numbers to a fifth in three equations (NextLat's reasoning task).
 
-    python train.py --data=countdown --block_size=27 --documents=False ...      options: see Task
+    python train.py --data=countdown --block_size=27 --mask_documents=False ... options: Task
 
 A row is the numbers, the target, pause tokens and the equations in the order they are solved:
 

@@ -7,10 +7,10 @@ A walk is written as start, destination, turns and the end of text:
 
     0_0 3_2 E E E N N
 
-A row is a sequence of walks, the last one cut off; `--documents=True` (the default) separates them.
-Start and destination do not count, because they cannot be predicted. Walks have 1 to 100 steps,
-uniformly (inferred from the paper's counts of walks and tokens). About one in twenty pairs of start
-and destination is in no row; the score `valid` tests paths between these.
+A row is a sequence of walks, the last one cut off. `--mask_documents=True`, the default, separates
+them. Start and destination do not count, because they cannot be predicted. Walks have 1 to 100
+steps, uniformly (inferred from the paper's counts of walks and tokens). About one in twenty pairs
+of start and destination is in no row; the score `valid` tests paths between these.
 
 A city file is {"edges": [[node, direction, neighbor], ...]}: nodes are numbers or words,
 directions words such as NE, and a node has at most one edge per direction. docs/data.md tells how

@@ -1,14 +1,8 @@
 """GPN's steps on a GPU. Read the plain functions and `KernelSteps.step`, which is made of them.
 
-A step is a few matrix products, and small operations between them. PyTorch would launch several
-kernels for an operation. Here each is one kernel:
-
-    gated_add_norm    a plain PyTorch function, which torch.compile turns into one kernel
-    glu               a plain function, then the Triton kernel that equals it, run by `launch_glu`
-    memory_inputs     likewise, `launch_memory_inputs`
-    delta_step        likewise, `launch_delta_step`
-
-`launch_NAME_backward` is the gradient of the plain function NAME, for which the tests use autograd.
+A plain PyTorch function is several kernels. torch.compile makes one of `gated_add_norm`. `glu`,
+`memory_inputs` and `delta_step` are each followed by the Triton kernel that equals it, run by
+`launch_NAME`. `launch_NAME_backward` is its gradient, which the tests take by autograd.
 
 A kernel's program computes a row, or a head of a row, in fp32, or in float64 for float64 inputs.
 Products z may be narrower. carry: (N, 1), 0 in rows where a document starts, else 1; None: all

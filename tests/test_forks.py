@@ -59,7 +59,7 @@ def train(out, *args):
 
 def everything(model, name, data, folder):
     """Use a model, under a name, with all scripts. Returns the numbers and the messages."""
-    documents = '--documents=False' if model in ('gpn', 'gdn') else '--documents=True'
+    documents = '--mask_documents=False' if model in ('gpn', 'gdn') else '--mask_documents=True'
     on_data, own, standard = [f'--data={data}', documents, *TINY], folder / 'own', folder / 'standard'
     said = [train(own, f'--model={name}', *on_data, *SIZES.get(model, OTHERS)),
             train(standard, '--model=standard', *on_data, *OTHERS)]

@@ -109,9 +109,9 @@ def test_accuracy_by_distance_equals_the_score_of_the_task():
 def test_main_reports_loss_by_distance_for_an_edited_model(tmp_path, capsys):
     data = 'recall:pairs=2,distances=4-8,length=16,keys=8,values=3,fillers=3,val_rows=2'
     sizes = ('--n_layer=1', '--n_head=2', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=8', '--scan=loop')
-    succeeded(run('train.py', '--model=gpn_no_decay', f'--data={data}', *sizes, '--documents=False', '--block_size=16',
-                  '--batch_size=2', '--max_tokens=32', '--warmup_tokens=0', '--dtype=float32', '--sample_tokens=0',
-                  f'--out_dir={tmp_path / "run"}'))
+    succeeded(run('train.py', '--model=gpn_no_decay', f'--data={data}', *sizes, '--mask_documents=False',
+                  '--block_size=16', '--batch_size=2', '--max_tokens=32', '--warmup_tokens=0', '--dtype=float32',
+                  '--sample_tokens=0', f'--out_dir={tmp_path / "run"}'))
     other = 'recall:pairs=3,distances=5-16-24,length=64,keys=8,values=3,fillers=3,val_rows=16'
     gpn_state.main([str(tmp_path / 'run'), f'--out={tmp_path / "x"}', '--device=cpu', '--unigram_tokens=1000',
                     f'--data={other}', '--batches=2', '--batch_size=8'])

@@ -215,7 +215,8 @@ def runs(tiny_data, tmp_path_factory):
 def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
     assert 0 <= read_log(runs / 'nextlat')[-1]['acceptance'] <= 1
     assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2'), 'cannot draft for itself')
-    task = ['--model=nextlat', '--data=path_star:degree=2,length=5,nodes=20', '--block_size=31', '--documents=False']
+    task = ['--model=nextlat', '--data=path_star:degree=2,length=5,nodes=20', '--block_size=31',
+            '--mask_documents=False']
     assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2', *task), 'is a task: use 0')
 
 

@@ -145,7 +145,7 @@ def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_da
     record['settings'] |= {'init_from': '/gone', 'max_tokens': 3 * STEP_TOKENS}
     (new / 'config.json').write_text(json.dumps(record))
     succeeded(run('train.py', f'--out_dir={new}', '--resume'))
-    for setting in ('--n_embd=32', '--documents=False', '--model=sps'):
+    for setting in ('--n_embd=32', '--mask_documents=False', '--model=sps'):
         assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'was given')
     other_data = run('train.py', f'--out_dir={new}', '--resume', '--data=python_docs')
     assert_sentence(other_data, f'is not the data that the run in {new} was trained on')

@@ -22,7 +22,7 @@ def eval_results(folder):
 def test_a5_trains_on_short_words_and_is_evaluated_on_long_ones(tmp_path):
     out = tmp_path / 'a5'
     result = succeeded(run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20',
-                           '--block_size=4', '--documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}'))
+                           '--block_size=4', '--mask_documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}'))
     assert 'a sample' in result.stdout
     succeeded(run('eval.py', out, '--val', '--data=a5:length=9,val_rows=20', '--dtype=float32'))
     assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_results(out).keys()

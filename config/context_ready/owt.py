@@ -7,7 +7,7 @@ data = 'data/built/openwebtext'
 make_data = ('python prepare_fineweb.py Skylion007/openwebtext --id_field=None --tokenizer=bpe32k.json '
              '--out_dir=data/built/openwebtext')
 assumed_ids = 32_000
-documents = False
+mask_documents = False
 n_head = 16
 K = 5
 k_min = 2

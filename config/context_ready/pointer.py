@@ -2,7 +2,7 @@
 # of 50,000 steps). Dropout, warm-up and weight decay are not in the paper.
 model = 'context_ready'
 data = 'pointer_chasing:hops=10,keys=5,values=10,val_rows=256'
-documents = False
+mask_documents = False
 n_layer = 1
 n_head = 4
 n_embd = 256

@@ -7,7 +7,7 @@ make_data = ('python prepare_fineweb.py --config=sample-10BT --tokenizer=tokeniz
              '--shuffle=200_000 --max_tokens=2.8e9 --out_dir=data/built/fineweb_edu_llama2')
 assumed_ids = 32_000
 vocab_size = 32_000
-documents = False  # the state is carried across document boundaries
+mask_documents = False  # the state is carried across document boundaries
 block_size = 2048
 batch_size = 128
 max_tokens = 10_000 * 128 * 2048  # 10k steps, 2.6B tokens

@@ -1,7 +1,7 @@
 # Small recall task for two cores: GPN+M (0.08M). Baselines: config/gpn/recall_small_transformer.py
 model = 'gpn'
 data = 'recall:pairs=8,distances=8-16-32-64,length=128,val_rows=256'
-documents = False
+mask_documents = False
 n_layer = 1
 n_head = 4
 n_embd = 64

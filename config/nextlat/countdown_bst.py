@@ -3,7 +3,7 @@ model = 'bst'
 data = 'countdown:val_rows=1000'
 block_size = 27
 max_tokens = 100_000 * 1024 * 27
-documents = False
+mask_documents = False
 n_layer = 12
 n_head = 12
 n_embd = 768

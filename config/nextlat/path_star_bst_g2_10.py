@@ -4,7 +4,7 @@ model = 'bst'
 data = 'path_star:degree=2,length=10,nodes=100,val_rows=2000'
 block_size = 66
 max_tokens = 20_000 * 512 * 66
-documents = False
+mask_documents = False
 n_layer = 12
 n_head = 6
 n_embd = 384

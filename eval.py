@@ -145,11 +145,11 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
         few_shot = [task for task in tasks if task != 'lambada_first_token']
         if few_shot or corpora:
             warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
-            from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
+            from common.lm_eval_adapter import RunLM, run_tasks
             lm = RunLM(scorer, tokenizer, record['data'].get('ends'))
             for names, n_shots in ((few_shot, s.num_fewshot), ([name for name in corpora if name not in tasks], 0)):
                 if names:
-                    results |= task_metrics(run_tasks(lm, names, s.data_dir, s.limit, n_shots))
+                    results |= run_tasks(lm, names, s.data_dir, s.limit, n_shots)
             versions['lm_eval'] = importlib.metadata.version('lm_eval')
     except (OSError, ImportError) as error:  # ImportError: no support for a socks proxy
         raise UserError(f'{", ".join([*tasks, *corpora])} could not be loaded ({type(error).__name__}: {error}): check '

@@ -130,13 +130,19 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     return values | {'tokens': n_counted}
 
 
-def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
-    """Evaluate one run. Returns a record for eval.jsonl; 'results' is {task: {metric: value}}."""
+def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
+    """Load a run. Returns its Scorer, tokenizer and config.json."""
     device = local_device(s.device)
     model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code, s.model)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
-    tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'] if s.bos is None else s.bos)
-    results, versions = {}, {'torch': torch.__version__}
+    bos = record['data']['bos'] if s.bos is None else s.bos
+    return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
+
+
+def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
+    """Evaluate one run. Returns a record for eval.jsonl; 'results' is {task: {metric: value}}."""
+    scorer, tokenizer, record = load_scorer(folder, s)
+    model, results, versions = scorer.model, {}, {'torch': torch.__version__}
     if s.val:
         results['val'] = validation(folder, model, record, s)
     try:

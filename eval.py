@@ -130,13 +130,19 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     return values | {'tokens': n_counted}
 
 
-def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
-    """Evaluate one run. Returns a record for eval.jsonl; 'results' is {task: {metric: value}}."""
+def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
+    """Load a run. Returns its Scorer, tokenizer and config.json."""
     device = local_device(s.device)
     model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code, s.model)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
-    tokenizer = load_tokenizer(record['data']['tokenizer'], record['data']['bos'] if s.bos is None else s.bos)
-    results, versions = {}, {'torch': torch.__version__}
+    bos = record['data']['bos'] if s.bos is None else s.bos
+    return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
+
+
+def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
+    """Evaluate one run. Returns a record for eval.jsonl; 'results' is {task: {metric: value}}."""
+    scorer, tokenizer, record = load_scorer(folder, s)
+    model, results, versions = scorer.model, {}, {'torch': torch.__version__}
     if s.val:
         results['val'] = validation(folder, model, record, s)
     try:
@@ -145,11 +151,11 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
         few_shot = [task for task in tasks if task != 'lambada_first_token']
         if few_shot or corpora:
             warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
-            from common.lm_eval_adapter import RunLM, run_tasks, task_metrics
+            from common.lm_eval_adapter import RunLM, run_tasks
             lm = RunLM(scorer, tokenizer, record['data'].get('ends'))
             for names, n_shots in ((few_shot, s.num_fewshot), ([name for name in corpora if name not in tasks], 0)):
                 if names:
-                    results |= task_metrics(run_tasks(lm, names, s.data_dir, s.limit, n_shots))
+                    results |= run_tasks(lm, names, s.data_dir, s.limit, n_shots)
             versions['lm_eval'] = importlib.metadata.version('lm_eval')
     except (OSError, ImportError) as error:  # ImportError: no support for a socks proxy
         raise UserError(f'{", ".join([*tasks, *corpora])} could not be loaded ({type(error).__name__}: {error}): check '

@@ -155,38 +155,42 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
     if bad := parallel.first_not_none(first_nonfinite(tensors)):
         raise UserError(f'{bad} contains NaN or infinity after step {step}, so no checkpoint was written. '
                         + recovery_advice(folder))
-    ckpt = Path(folder) / 'ckpt'
-    temporary = ckpt / f'.writing_{step:08d}'
-    try:
-        if parallel.rank() == 0:
-            ckpt.mkdir(exist_ok=True)  # not the run folder, which may have been moved
-            for path in ckpt.glob('.writing_*'):  # of runs that were killed
-                shutil.rmtree(path, ignore_errors=True)
-            temporary.mkdir()
-            write_json(temporary / 'state.json', state)
-        for i, name in enumerate(FILES):
-            whole = parallel.gather_tensors({key: t for key, t in tensors.items() if ('/' in key) == i})
-            if parallel.rank() == 0:
-                save_file(whole, temporary / name)
-        if parallel.rank() == 0:
-            publish(temporary, ckpt / f'step_{step:08d}')
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+    ckpt, whole, error = Path(folder) / 'ckpt', parallel.gather_tensors(tensors), None
+    if parallel.rank() == 0:
+        try:
+            write_checkpoint(ckpt, step, whole, state)
+        except (OSError, SafetensorError) as caught:
+            error = str(caught)
+            shutil.rmtree(ckpt / f'.writing_{step:08d}', ignore_errors=True)
+    if error := parallel.first_not_none(error):
         raise UserError(f'the checkpoint of step {step} could not be written to {ckpt} ({error}). Earlier checkpoints '
                         'are intact: free some disk space, or find the folder if it was moved, then continue with '
                         '--resume')
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Add SHA256SUMS to a temporary folder, flush its files to disk and give it its final name."""
-    mode = (temporary / 'state.json').stat().st_mode
-    names = sorted(path.name for path in temporary.iterdir())
+def write_checkpoint(ckpt: Path, step: int, tensors: dict, state: dict) -> None:
+    """Write the files to a temporary folder, flush them to disk and give it its final name."""
+    temporary, final = ckpt / f'.writing_{step:08d}', ckpt / f'step_{step:08d}'
+    ckpt.mkdir(exist_ok=True)  # not the run folder, which may have been moved
+    for path in ckpt.glob('.writing_*'):  # of runs that were killed
+        shutil.rmtree(path, ignore_errors=True)
+    temporary.mkdir()
+    write_json(temporary / 'state.json', state)
+    for i, name in enumerate(FILES):
+        save_file({key: tensor for key, tensor in tensors.items() if ('/' in key) == i}, temporary / name)
+    names = ('state.json', *FILES)
     (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
+    mode = (temporary / 'state.json').stat().st_mode
     for path in temporary.iterdir():
         with suppress(OSError):  # some file systems have no modes
             path.chmod(mode)  # safetensors creates files that only their owner can read
         sync(path)
     sync(temporary)
+    publish(temporary, final)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a folder whose files are on disk its final name."""
     remove(final)  # a damaged checkpoint that the resumed run skipped
     os.replace(temporary, final)
     sync(final.parent)

@@ -114,9 +114,11 @@ def task_manager() -> TaskManager:
     return TaskManager(include_path=str(OUR_TASKS))
 
 
-def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | None = None, num_fewshot: int = 0,
-              **options) -> dict:
-    """Run lm-eval tasks and return its results. options: for lm_eval.simple_evaluate."""
+def run_tasks(lm, tasks: list[str], data_dir: str | None, limit: int | None, n_shots: int) -> dict:
+    """Run lm-eval tasks and return {task: {metric: value}}.
+
+    data_dir, limit, n_shots: eval.py's data_dir, limit and num_fewshot.
+    """
     manager = task_manager()
     for task in tasks:
         if task not in manager.all_tasks:
@@ -126,14 +128,10 @@ def run_tasks(lm, tasks: list[str], data_dir: str | None = None, limit: int | No
         specs = tasks
         if data_dir:
             entries = {task: manager.task_index[task] for task in tasks}
-            specs = task_files(entries, data_dir, Path(folder), num_fewshot > 0)
-        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=num_fewshot, limit=limit,
-                                        bootstrap_iters=0, **{'log_samples': False, **options})
-    return first_not_none(found)  # lm-eval only returns them on rank 0
-
-
-def task_metrics(found: dict) -> dict[str, dict[str, float]]:
-    """Convert lm-eval's results to {task: {metric: value}}."""
+            specs = task_files(entries, data_dir, Path(folder), n_shots > 0)
+        found = lm_eval.simple_evaluate(lm, tasks=specs, task_manager=manager, num_fewshot=n_shots, limit=limit,
+                                        bootstrap_iters=0, log_samples=False)
+    found = first_not_none(found)  # lm-eval only returns them on rank 0
     return {task: {name.removesuffix(',none'): value for name, value in values.items()
                    if isinstance(value, float) and 'stderr' not in name}
             for task, values in found['results'].items()}

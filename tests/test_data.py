@@ -52,7 +52,7 @@ def test_training_order_is_a_feistel_permutation_of_each_epoch(n, first):
 
 def test_an_epoch_reads_every_window_once(tiny_data):
     d, T = Data(tiny_data), 32
-    n, n_shards = d.n_windows('train', T), len(d.splits['train']['shards'])
+    n, n_shards = d.n_rows('train', T), len(d.splits['train']['shards'])
     whole = shard_ids(tiny_data, 'train')
     assert n_shards > 2 and len(whole) == d.splits['train']['bytes'] + d.splits['train']['documents']
     windows = np.lib.stride_tricks.sliding_window_view(whole.astype(np.int64), T + 1)

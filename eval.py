@@ -111,7 +111,7 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     data = run_data(record, s.data, folder)
     is_task, device = hasattr(data, 'score'), next(model.parameters()).device
     T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
-    if data.n_windows('val', T) < 1:
+    if data.n_rows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     batch_size = max(1, s.batch_tokens // T)
     products = pick_dtype(s.dtype, device.type, big_enough=record['settings'].get('dtype') == 'bfloat16')

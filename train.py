@@ -244,7 +244,7 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
     run_settings.describe(s, model, data)
     if s.init_from:
         from common.continuing import load_initial_weights
-        idx, _ = data.val_batch(range(min(2, data.n_windows('val', s.block_size))), s.block_size)
+        idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
         load_initial_weights(s, record, model, idx.to(machine.device))
     machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= MIN_BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1

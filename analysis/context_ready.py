@@ -79,7 +79,7 @@ def row_of(run, s):
     figures.require(model, run, 'prepare', 'iterates', 'correct', 'stream', 'nll')
     c, T = model.config, run.record['settings']['block_size']
     check_windows(data, T)
-    windows = range(min(data.n_windows('val', T), max(1, s.tokens // T)))
+    windows = range(min(data.n_rows('val', T), max(1, s.tokens // T)))
     counts, nats, moves, unrolls = [], [], [], []
     for a in range(0, len(windows), s.batch_size):
         idx, targets = (x.to(model.head.weight.device) for x in data.val_batch(windows[a:a + s.batch_size], T))

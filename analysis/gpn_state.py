@@ -286,7 +286,7 @@ def rows_of(run, s: Settings):
         raise UserError(f'{run} starts each document with an empty state: expected a run with --mask_documents=False')
     device = model.fuse.weight.device
     T = s.block_size or getattr(data, 'T', run.record['settings']['block_size'])  # tasks have a row length T
-    n_windows, batch_size = data.n_windows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
+    n_windows, batch_size = data.n_rows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
     wanted = s.batches * batch_size
     if n_windows < wanted:
         raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '

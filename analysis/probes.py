@@ -76,7 +76,7 @@ def train_step(model, probes, optimizers, windows: torch.Tensor, eos_id: int, ro
 def evaluate(model, probes, data: Data, train_settings, s: Settings, device) -> list[float]:
     """Return the mean validation loss of each probe in nats."""
     T, rows = train_settings.block_size, train_settings.micro_batch_size
-    n = max(1, min(s.eval_tokens // T, data.n_windows('val', T)))
+    n = max(1, min(s.eval_tokens // T, data.n_rows('val', T)))
     sums, counts = torch.zeros(2, len(probes), dtype=torch.float64)
     for first in range(0, n, rows):
         idx, targets = (x.to(device) for x in data.val_batch(range(first, min(n, first + rows)), T))

@@ -61,7 +61,7 @@ def assumed_data(s, record) -> SimpleNamespace:
         hint = '. If it is a dataset on the Hugging Face hub: ' + command(
             'prepare_fineweb.py', s.data, *tokenizer, f'--out_dir=data/built/{Path(s.data).name}', max_tokens)
     return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},
-                           n_windows=lambda split, T: 1, hint=hint)
+                           n_rows=lambda split, T: 1, hint=hint)
 
 
 def print_gib(s, model, n_processes: int) -> None:

@@ -134,6 +134,6 @@ def check_settings(s, data, world) -> None:
 def check_windows(data, block_size: int) -> None:
     """Raise UserError unless both splits have a window of block_size tokens."""
     for split in ('train', 'val'):
-        if data.n_windows(split, block_size) < 1:
+        if data.n_rows(split, block_size) < 1:
             raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for a window of '
                             f'block_size = {block_size}: use a smaller block_size or more data')

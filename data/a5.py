@@ -34,7 +34,7 @@ class Task:
     symbol_options = ()  # the symbols do not depend on the length
 
     def __post_init__(self):
-        check_ranges(self, length=(1, 10_000), train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
+        check_ranges(self, length=(1, 10_000))
         self.symbols = [''.join(str(k + 1) for k in p) for p in ELEMENTS]
         self.row_tokens = self.length + 1
 

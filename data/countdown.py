@@ -21,8 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from common.decoding import generate
 from common.settings import check_ranges
+from data.tasks import greedy_answers
 
 OPERATIONS = '+*-/'
 PAIRS = {n: list(combinations(range(n), 2)) for n in (4, 3, 2)}
@@ -41,7 +41,7 @@ class Task:
     symbol_options = 'largest',
 
     def __post_init__(self):
-        check_ranges(self, largest=(100, 10 ** 6), pauses=(1, 1000), train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
+        check_ranges(self, largest=(100, 10 ** 6), pauses=(1, 1000))
         self.symbols = [*map(str, range(1, self.largest + 1)), '|', *OPERATIONS, '=']
         self.pause, self.equals = self.largest, len(self.symbols) - 1
         self.prompt_tokens = 5 + self.pauses
@@ -75,8 +75,7 @@ class Task:
         if all are true, each takes two of the remaining numbers, and the last gives the target.
         """
         prompts = idx[:, :self.prompt_tokens].tolist()
-        answers = [ids for start in range(0, len(prompts), batch_size)
-                   for ids in generate(model, prompts[start:start + batch_size], 15, temperature=0)]
+        answers = greedy_answers(model, prompts, 15, batch_size)
         marks = np.array([self.marks(prompt, answer) for prompt, answer in zip(prompts, answers)])
         return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
 

@@ -26,10 +26,9 @@ from itertools import product
 import numpy as np
 import torch
 
-from common.decoding import generate
 from common.files import UserError
 from common.settings import check_ranges
-from data.tasks import greedy_tokens
+from data.tasks import greedy_answers, greedy_tokens
 
 HELD_OUT = 13  # of every 256 pairs of start and destination, on average
 
@@ -39,7 +38,7 @@ class Task:
     edges: str | None = None  # JSON file of a city; None: a generated grid
     grid: int = 10  # streets in each direction of the generated grid; must be even
     steps: int = 100  # maximum steps per walk
-    window: int = 256  # tokens per row, T
+    length: int = 256  # inputs per row, T
     max_distance: int = 50  # maximum shortest-path length between pairs in the score `valid`
     pairs: int = 1000  # held-out pairs of start and destination in the score `valid`
     train_rows: int | None = 18_359_375  # rows in the training set, 4.7B tokens; None: unlimited
@@ -48,8 +47,8 @@ class Task:
     symbol_options = 'edges', 'grid'
 
     def __post_init__(self):
-        check_ranges(self, grid=(2, 100), steps=(1, 10_000), window=(4, 1_000_000), max_distance=(1, 10_000),
-                     pairs=(1, 10 ** 6), train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
+        check_ranges(self, grid=(2, 100), steps=(1, 10_000), length=(4, 1_000_000), max_distance=(1, 10_000),
+                     pairs=(1, 10 ** 6))
         if self.grid % 2:
             raise UserError(f'grid is {self.grid}: expected an even number, so that every place is reachable')
         edges = one_way_grid(self.grid) if self.edges is None else read_edges(self.edges)
@@ -67,7 +66,7 @@ class Task:
         self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < HELD_OUT
         if all(a == b or self.is_held_out[a, b] for a, exits in enumerate(self.exits) for _, b in exits):
             raise UserError(f'all pairs of neighbors in {self.edges} are held out: expected a larger city')
-        self.row_tokens = self.window + 1
+        self.row_tokens = self.length + 1
 
     def row(self, rng: np.random.Generator) -> np.ndarray:
         """Return packed random walks: ids (T + 1,)."""
@@ -104,8 +103,7 @@ class Task:
         """
         is_legal = self.legal(idx, greedy_tokens(model, idx, device, batch_size))[targets >= 0]
         prompts = [[self.first_node + node for node in pair] for pair in self.held_out_pairs]
-        ways = [ids for i in range(0, len(prompts), batch_size)
-                for ids in generate(model, prompts[i:i + batch_size], self.steps + 1, temperature=0, eos_id=self.end)]
+        ways = greedy_answers(model, prompts, self.steps + 1, batch_size, eos_id=self.end)
         valid = [self.is_valid(*pair, way) for pair, way in zip(self.held_out_pairs, ways)]
         return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
 

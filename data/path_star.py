@@ -29,8 +29,7 @@ class Task:
     val_rows: int = 20_000  # held-out graphs for validation loss and score
 
     def __post_init__(self):
-        check_ranges(self, degree=(1, 10_000), length=(2, 10_000), nodes=(2, 1_000_000), train_rows=(1, 10 ** 12),
-                     val_rows=(1, 10 ** 7))
+        check_ranges(self, degree=(1, 10_000), length=(2, 10_000), nodes=(2, 1_000_000))
         self.n_edges = self.degree * (self.length - 1)
         if self.nodes <= self.n_edges:
             raise UserError(f'nodes = {self.nodes}: a graph of degree {self.degree} and length {self.length} needs '

@@ -43,7 +43,7 @@ class Task:
     train_rows = None  # unlimited
 
     def __post_init__(self):
-        check_ranges(self, hops=(0, 1000), keys=(1, 1000), values=(1, 1_000_000), val_rows=(1, 10 ** 7))
+        check_ranges(self, hops=(0, 1000), keys=(1, 1000), values=(1, 1_000_000))
         if self.values < self.keys:
             raise UserError(f'values = {self.values} and keys = {self.keys}: the keys of the base table have different '
                             'values, so there must be at least as many values as keys')

@@ -46,7 +46,7 @@ class Task:
     def __post_init__(self):
         self.pairs = min(8, self.keys) if self.pairs is None else self.pairs
         check_ranges(self, pairs=(1, 10_000), length=(MIN_DISTANCE + 1, 1_000_000), keys=(1, 1_000_000),
-                     values=(1, 1_000_000), fillers=(1, 1_000_000), val_rows=(1, 10 ** 7))
+                     values=(1, 1_000_000), fillers=(1, 1_000_000))
         if not self.distances or min(self.distances) < MIN_DISTANCE:
             raise UserError(f'distances is {self.distances}: expected integers of at least {MIN_DISTANCE} joined by -, '
                             'such as 8-16-32-64')

@@ -93,39 +93,39 @@ class Data:
                             'build the data again')
         return ids
 
-    def n_windows(self, split: str, T: int) -> int:
-        """Return the number of windows of T tokens. Training epochs start at different offsets."""
+    def n_rows(self, split: str, T: int) -> int:
+        """Return the number of rows of T tokens. Training epochs start at different offsets."""
         total = self.starts[split][-1]
         return total // T - 1 if split == 'train' else (total - 1) // T
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
         """Return idx, targets (part of batch_size, T) int64, a pure function of the arguments.
 
-        Each epoch reads all windows once, in an order and from an offset of its own.
+        Each epoch reads all rows once, in an order and from an offset of its own.
         """
         numbers = np.arange(step * batch_size, (step + 1) * batch_size)[part]
-        windows, own = shuffled(numbers, self.n_windows('train', T), seed)
-        starts = windows * T + (own % T).astype(np.int64)
-        return self._windows('train', starts.tolist(), T)
+        rows, own = shuffled(numbers, self.n_rows('train', T), seed)
+        starts = rows * T + (own % T).astype(np.int64)
+        return self._batch('train', starts.tolist(), T)
 
-    def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
-        """Return idx, targets (len(windows), T) int64 of the validation windows with these numbers.
+    def val_batch(self, numbers, T: int, seed: int | None = None) -> tuple:
+        """Return idx, targets (len(numbers), T) int64 of the validation rows with these numbers.
 
-        Windows are consecutive from the start, or, with a seed, at random offsets that depend on
-        seed and number. Window n_windows has the remaining tokens, padded with eos and target -1.
+        Rows are consecutive from the start, or, with a seed, at random offsets that depend on seed
+        and number. Row n_rows has the remaining tokens, padded with eos and target -1.
         """
-        starts = [w * T for w in windows]
+        starts = [n * T for n in numbers]
         if seed is not None:
             n_starts = self.starts['val'][-1] - T
-            starts = [int(np.random.default_rng([seed, w]).integers(n_starts)) for w in windows]
-        return self._windows('val', starts, T)
+            starts = [int(np.random.default_rng([seed, n]).integers(n_starts)) for n in numbers]
+        return self._batch('val', starts, T)
 
-    def _windows(self, split: str, starts: list[int], T: int) -> tuple:
-        windows = torch.full((len(starts), T + 1), -1)
-        for window, start in zip(windows, starts):
+    def _batch(self, split: str, starts: list[int], T: int) -> tuple:
+        rows = torch.full((len(starts), T + 1), -1)
+        for row, start in zip(rows, starts):
             ids = self.tokens(split, start, min(T + 1, self.starts[split][-1] - start))
-            window[:len(ids)] = torch.from_numpy(ids)
-        return windows[:, :-1].masked_fill(windows[:, :-1] < 0, self.eos_id), windows[:, 1:]
+            row[:len(ids)] = torch.from_numpy(ids)
+        return rows[:, :-1].masked_fill(rows[:, :-1] < 0, self.eos_id), rows[:, 1:]
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
         """Return a prompt (the start of the validation set) and how many of new_tokens fit in T."""
@@ -136,17 +136,17 @@ class Data:
 # ---- the order of training ----
 
 def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the window for each number, and a random number of its epoch: int64, uint64.
+    """Return the row for each number, and a random number of its epoch: int64, uint64.
 
-    Each epoch has all n windows once, in an order of its own.
+    Each epoch has all n rows once, in an order of its own.
     """
     epochs, index = np.divmod(numbers, n)
-    windows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
+    rows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
     for epoch in np.unique(epochs).tolist():
         in_epoch = epochs == epoch
         *keys, number = epoch_keys(seed, epoch)
-        windows[in_epoch], own[in_epoch] = permute(index[in_epoch], n, keys), number
-    return windows, own
+        rows[in_epoch], own[in_epoch] = permute(index[in_epoch], n, keys), number
+    return rows, own
 
 
 @functools.lru_cache(8)

@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -160,7 +161,7 @@ def file_records(files: list[str], s: Reading, state: dict | None) -> Iterator[t
     first, n_read = (state['file'], state['line']) if state else (0, 0)
     is_single = len(files) == 1 and format_of(files[0]) == 'txt' and not (s.split_lines or s.split_at)
     readers = {'json': json_records, 'parquet': parquet_records, 'csv': csv_records,
-               'txt': two_parts if is_single else text_records}
+               'txt': partial(text_records, is_single=is_single)}
     for i, file in enumerate(files[first:], first):
         n, unit = 0, 'row' if format_of(file) in ('parquet', 'csv') else 'line'
         try:
@@ -172,7 +173,7 @@ def file_records(files: list[str], s: Reading, state: dict | None) -> Iterator[t
             raise named_error(f'{file} cannot be read after {n:,} {unit}s', error)
 
 
-# Each reader yields (number of its last line or row, record), from the start of a file.
+# Each reader yields (number of its last line or row, record) from the start of a file.
 
 def json_records(file: str, s: Reading) -> Iterator[tuple]:
     """Read a record per line, or per item of the list in a .json file.
@@ -211,29 +212,22 @@ def csv_records(file: str, s: Reading) -> Iterator[tuple]:
             yield n, {field: row[field] or None for field in fields}
 
 
-def text_records(file: str, s: Reading) -> Iterator[tuple]:
-    """Read a record per file, or per line or part between markers."""
+def text_records(file: str, s: Reading, is_single: bool) -> Iterator[tuple]:
+    """Read a record per file, per line or part between markers, or per part of a single text."""
     with open_text(file) as lines:
-        is_split = s.split_lines or s.split_at
-        yield from records_of_texts(split_at_marker(lines, s.split_at or '\n') if is_split else [lines.read()], s)
-
-
-def two_parts(file: str, s: Reading) -> Iterator[tuple]:
-    """Cut a single text in two: training and validation data."""
-    with open_text(file) as lines:
-        text = lines.read()
-    cut = int(len(text) * (1 - TAIL))
-    yield from records_of_texts((text[:cut], text[cut:]), s)
-
-
-def records_of_texts(texts: Iterable[str], s: Reading) -> Iterator[tuple]:
-    for n, text in enumerate(texts, 1):
-        for marker in MARKERS:
-            if marker in text:
-                warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
-                         f"use prepare_fineweb.py --split_at='{marker}'")
-        if text.strip():
-            yield n, {s.id_field: None, s.text_field: text}
+        if s.split_lines or s.split_at:
+            parts = split_at_marker(lines, s.split_at or '\n')
+        else:
+            text = lines.read()
+            cut = int(len(text) * (1 - TAIL)) if is_single else len(text)
+            parts = text[:cut], text[cut:]
+        for n, part in enumerate(parts, 1):
+            for marker in MARKERS:
+                if marker in part:
+                    warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
+                             f"use prepare_fineweb.py --split_at='{marker}'")
+            if part.strip():
+                yield n, {s.id_field: None, s.text_field: part}
 
 
 def split_at_marker(lines: Iterable[str], marker: str) -> Iterator[str]:

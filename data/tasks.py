@@ -25,8 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.decoding import generate
 from common.files import UserError
-from common.settings import Text, make_settings
+from common.settings import Text, check_ranges, make_settings
 from data.shards import shuffled
 
 NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizer_files', 'tokenizers', 'train_tokenizer', 'writing'}  # not data
@@ -55,7 +56,9 @@ def make_task(name: str):
         key, _, text = option.partition('=')
         is_tuple = isinstance(getattr(Task, key, None), tuple)
         values[key] = Text(text.replace('-', ',') if is_tuple else text)
-    return make_settings(Task, values, f'in data {name!r}')
+    task = make_settings(Task, values, f'in data {name!r}')
+    check_ranges(task, train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
+    return task
 
 
 # ---- their rows as data ----
@@ -116,7 +119,7 @@ class Generated:
         begin, end = start // n, math.ceil((start + count) / n)
         return self.rows(split, range(begin, end), 0).ravel()[start - begin * n:][:count]
 
-    def n_windows(self, split: str, T: int) -> float:
+    def n_rows(self, split: str, T: int) -> float:
         """Return the number of rows of a split, infinite if unlimited. T must be the task's T."""
         if T != self.T:
             raise UserError(f'block_size is {T}, but rows of {self.folder} have {self.T} inputs: set '
@@ -126,14 +129,14 @@ class Generated:
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
         """Return idx, targets (part of batch_size, T) int64, a pure function of the arguments."""
-        numbers, n = np.arange(step * batch_size, (step + 1) * batch_size)[part], self.n_windows('train', T)
+        numbers, n = np.arange(step * batch_size, (step + 1) * batch_size)[part], self.n_rows('train', T)
         if n < math.inf:
             numbers, _ = shuffled(numbers, n, seed)
         return self._batch(self.rows('train', numbers, seed))
 
-    def val_batch(self, windows, T: int, seed: int | None = None) -> tuple:
-        """Return idx, targets (len(windows), T) int64 of these held-out rows. Ignores the seed."""
-        return self._batch(self.rows('val', windows, 0))
+    def val_batch(self, numbers, T: int, seed: int | None = None) -> tuple:
+        """Return idx, targets (len(numbers), T) int64 of these held-out rows. Ignores the seed."""
+        return self._batch(self.rows('val', numbers, 0))
 
     def _batch(self, rows):
         rows = torch.from_numpy(rows)
@@ -150,8 +153,8 @@ class Generated:
         idx, targets = self.val_batch([0], T)
         last = int((targets[0] >= 0).nonzero()[-1])
         before = (targets[0, :last] < 0).nonzero()
-        prompt = int(before[-1]) + 2 if len(before) else last + 1
-        return idx[0, :prompt].tolist(), last + 2 - prompt
+        prompt_tokens = int(before[-1]) + 2 if len(before) else last + 1
+        return idx[0, :prompt_tokens].tolist(), last + 2 - prompt_tokens
 
     def score(self, model, device, batch_size: int) -> dict[str, float]:
         """Return the exact scores {name: value} of a model in eval mode on all held-out rows."""
@@ -163,3 +166,9 @@ class Generated:
 def greedy_tokens(model, idx, device, batch_size: int) -> torch.Tensor:
     """Return the argmax token at each position: idx (n, T) -> (n, T) int64, on the CPU."""
     return torch.cat([model.logits(part.to(device)).argmax(-1).cpu() for part in idx.split(batch_size)])
+
+
+def greedy_answers(model, prompts: list[list[int]], n_new: int, batch_size: int, eos_id: int | None = None) -> list:
+    """Return the greedy continuation of each prompt: lists of up to n_new ids."""
+    return [ids for start in range(0, len(prompts), batch_size)
+            for ids in generate(model, prompts[start:start + batch_size], n_new, temperature=0, eos_id=eos_id)]

@@ -413,7 +413,7 @@ def test_rows_have_the_papers_steps_and_batches(name, steps, batch_size, T, warm
     assert (config['batch_size'], config['block_size']) == (batch_size, T)
     assert (config['max_tokens'], config['warmup_tokens']) == (steps * batch_size * T, warmup * batch_size * T)
     if name.startswith('pointer'):
-        assert open_data(config['data']).n_windows('val', T) == 256  # raises if rows have another length
+        assert open_data(config['data']).n_rows('val', T) == 256  # raises if rows have another length
 
 
 def test_every_row_of_a_table_trains_after_the_run_it_continues():

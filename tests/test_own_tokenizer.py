@@ -106,11 +106,9 @@ def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
 
 def test_a_marker_between_documents_is_not_learned(tmp_path):
     (tmp_path / 'stories.txt').write_text('a story\n<|endoftext|>\nanother one\n<|endoftext|>\n' * 30)
-    for name, options, is_learned in (('whole', [], True), ('split', ['--split_at=<|endoftext|>'], False)):
-        file = tmp_path / f'{name}.json'
-        succeeded(run('-m', 'data.train_tokenizer', tmp_path / 'stories.txt', '--vocab_size=300', *options,
-                      f'--out={file}'))
-        assert ('endoftext' in json.loads(file.read_text())['model']['vocab']) == is_learned
+    train = 'data.train_tokenizer', tmp_path / 'stories.txt', '--vocab_size=300', f'--out={tmp_path}/bpe.json'
+    succeeded(run('-m', *train, '--split_at=<|endoftext|>'))
+    assert 'endoftext' not in json.loads((tmp_path / 'bpe.json').read_text())['model']['vocab']
 
 
 def test_a_missing_gpt2_tokenizer_gives_a_clear_error(tmp_path, monkeypatch):

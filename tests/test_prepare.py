@@ -108,6 +108,7 @@ def test_preparation_interrupted_after_each_shard_gives_the_same_bytes(source, r
         while (result := prepare(source, out, *options)).returncode:
             assert result.returncode == 130, result.stderr
             n_starts += 1
+            assert n_starts < 20
             with open(next(out.glob('val_*')), 'ab') as file:  # as if written after the last save of progress.json
                 file.write(b'more')
     assert n_starts >= 2 and contents(out) == contents(whole)
@@ -129,9 +130,9 @@ def half(source, tmp_path_factory):
     return folder / 'data'
 
 
-@pytest.mark.parametrize('name', ['train_00000.bin', 'train_00001.bin', 'val_00000.bin'])
-@pytest.mark.parametrize('damage', [lambda path: path.write_bytes(b'\1' + path.read_bytes()[1:]),
-                                    lambda path: os.truncate(path, 1000), os.remove])
+@pytest.mark.parametrize('name, damage', [
+    ('train_00000.bin', lambda path: path.write_bytes(b'\1' + path.read_bytes()[1:])),
+    ('train_00001.bin', lambda path: os.truncate(path, 1000)), ('val_00000.bin', os.remove)])
 def test_existing_shards_are_checked_before_preparation_continues(half, source, tmp_path, name, damage):
     out = shutil.copytree(half, tmp_path / 'data')
     damage(out / name)
@@ -173,7 +174,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(streamed, fineweb, tmp
 @pytest.mark.parametrize('name, content, options, sentence', [
     ('late.jsonl', '{"url": 1, "text": "a"}\n{"text": "b"}\n', ['--id_field=url'], "no field 'url'"),
     ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text, val'),
-    ('blank.txt', ' \n', [], 'has no text in field'), ('null.jsonl', '{"id": 1, "text": null}\n', [], 'has no text in'),
+    ('blank.txt', ' \n', [], 'has no text in field'),
     ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'fields: id, text'),
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
     *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (

@@ -13,13 +13,13 @@ from conftest import assert_sentence, run, succeeded
 
 from common import models, runs
 from common.files import UserError
-from data import a5, countdown, open_data
+from data import a5, open_data, tasks
 from data.__main__ import main as print_row
 from data.tasks import make_task
 from data.tokenizers import load_tokenizer
 
 CHASE, STAR, GRID = ('pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6',
-                     'manhattan:grid=6,steps=20,window=128')
+                     'manhattan:grid=6,steps=20,length=128')
 TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=0',
          '--learning_rate=1e-2', '--eval_interval=4', '--log_interval=1', '--save_interval=4', '--threads=1',
          '--device=cpu', '--dtype=float32']
@@ -151,7 +151,7 @@ def city(tmp_path, monkeypatch):
     'path_star:degree=1,length=2,nodes=2', 'path_star:degree=3,length=2,nodes=4', 'recall',
     'recall:pairs=1,distances=3,length=5,keys=1,values=1,fillers=1',
     'recall:pairs=6,distances=3-5-100,length=140,values=2', 'a5:length=1', 'a5', 'a5:length=36', 'countdown',
-    'countdown:val_targets=seen,pauses=3', GRID, 'manhattan:edges=city.json,steps=12,window=60'])
+    'countdown:val_targets=seen,pauses=3', GRID, 'manhattan:edges=city.json,steps=12,length=60'])
 def test_counted_targets_equal_those_of_an_independent_solver(name, city):
     d = open_data(name)
     for idx, targets in (d.train_batch(3, 100, d.T, seed=1), d.val_batch(range(100), d.T)):
@@ -238,7 +238,7 @@ def test_batches_depend_only_on_seed_and_step_and_examples_end_before_an_answer(
         assert n >= 1 and min(answer[start:start + n]) >= 0 and (start + n == T or answer[start + n] < 0)
         assert (d.tokens('val', T - 2, 7) == d.rows('val', range(2), 0).ravel()[T - 2:T + 5]).all()
         with pytest.raises(UserError, match=f'block_size is {T + 1}, .* set block_size to {T}'):
-            d.n_windows('val', T + 1)
+            d.n_rows('val', T + 1)
 
 
 def test_fresh_rows_never_repeat_and_fixed_rows_are_shuffled_each_epoch():
@@ -376,10 +376,10 @@ def test_the_countdown_score_uses_greedy_decoding(monkeypatch):
     d = open_data('countdown:val_rows=10')
     rows = d.rows('val', range(10), 0).tolist()
 
-    def decoded(model, prompts, n, temperature):
-        assert (n, temperature) == (15, 0)
+    def decoded(model, prompts, n, temperature, eos_id):
+        assert (n, temperature, eos_id) == (15, 0, None)
         return [next(row[-15:] for row in rows if row[:-15] == prompt) for prompt in prompts]
-    monkeypatch.setattr(countdown, 'generate', decoded)
+    monkeypatch.setattr(tasks, 'generate', decoded)
     assert d.score(None, 'cpu', 4) == {'solved': 1, 'valid_1': 1, 'valid_2': 1, 'valid_3': 1}
     rows[0][-1] = rows[3][-6] = rows[7][-6] = rows[7][-1] = 9_999
     assert d.score(None, 'cpu', 4) == pytest.approx({'solved': 0.7, 'valid_1': 1, 'valid_2': 0.8, 'valid_3': 0.8})
@@ -417,7 +417,7 @@ class Guide:
 
 
 def test_manhattan_scores_are_1_for_a_perfect_guide_and_fall_with_each_failure():
-    d = open_data('manhattan:grid=6,steps=30,window=64,val_rows=8,max_distance=9')
+    d = open_data('manhattan:grid=6,steps=30,length=64,val_rows=8,max_distance=9')
     pairs = d.task.held_out_pairs
     assert len(pairs) == len(set(pairs)) > 5 and all(d.task.is_held_out[pair] for pair in pairs)
     guide = Guide(d)
@@ -433,7 +433,7 @@ def test_manhattan_scores_are_1_for_a_perfect_guide_and_fall_with_each_failure()
                                            ('N E .', False), ('. N E NE .', False), ('N N E NE .', False),
                                            ('E NE .', False), ('N E 40 .', False), ('N E NE S .', False)])
 def test_a_walk_is_valid_if_it_follows_streets_and_ends_at_its_goal(way, is_valid, city):
-    task = open_data('manhattan:edges=city.json,steps=12,window=60').task
+    task = open_data('manhattan:edges=city.json,steps=12,length=60').task
     ids = [[*task.symbols, '.'].index(word) for word in way.split()]
     assert task.is_valid(task.nodes.index('1'), task.nodes.index('40'), ids) is is_valid
 

@@ -39,7 +39,7 @@ def test_a5_trains_on_short_words_and_is_evaluated_on_long_ones(tmp_path):
 
 @pytest.fixture(scope='module')
 def grid():
-    d = open_data('manhattan:grid=6,steps=30,window=64,val_rows=8')
+    d = open_data('manhattan:grid=6,steps=30,length=64,val_rows=8')
     return d.task, Guide(d)
 
 
@@ -122,7 +122,7 @@ def test_the_map_invents_only_streets_that_walks_need(grid):
 @pytest.mark.slow
 def test_a_manhattan_run_is_evaluated_and_its_map_drawn(tmp_path):
     out = tmp_path / 'city'
-    result = succeeded(run(*TRAIN, '--data=manhattan:grid=4,steps=6,window=32,pairs=5,val_rows=5', '--block_size=32',
+    result = succeeded(run(*TRAIN, '--data=manhattan:grid=4,steps=6,length=32,pairs=5,val_rows=5', '--block_size=32',
                            f'--max_tokens={4 * 8 * 32}', f'--out_dir={out}', '--sample_tokens=0'))
     assert 'next_token' in result.stdout
     drawn = succeeded(run('-m', 'analysis.scores', out, f'--out={tmp_path / "figure"}'))

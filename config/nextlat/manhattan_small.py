@@ -1,7 +1,7 @@
 # Random walks on a 10 x 10 one-way grid, for two cores: NextLat; baseline: --objective=ntp.
 from config.nextlat.manhattan import *
 
-data = 'manhattan:grid=10,steps=30,window=128,max_distance=15,val_rows=64'
+data = 'manhattan:grid=10,steps=30,length=128,max_distance=15,val_rows=64'
 horizon = 4
 block_size = 128
 n_layer = 4

@@ -182,7 +182,10 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert 'parameters are sps: expected a baseline and others' in found.stderr  # `lonely` is alone in its size
+    assert 'parameters are sps: expected sps, the baseline, and others' in found.stderr  # `lonely` is alone
+    (tmp_path / 'standard_32/log.jsonl').unlink()
+    (only,), found = drawn(tmp_path, 'scaling', *runs)
+    assert only == large and 'expected standard, the baseline, and others' in found.stderr
 
 
 # ---- tables ----

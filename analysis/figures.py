@@ -140,8 +140,8 @@ def write_csv(path, rows: list[dict]) -> None:
 def show(rows: list[dict], *columns: str) -> None:
     """Print a table of these columns of rows (dicts), of all columns if none are named."""
     import pandas as pd
-    table = pd.DataFrame(rows, columns=list(columns) or None)
-    print(table.to_string(index=False, na_rep='', float_format='{:.5g}'.format))
+    table = pd.DataFrame(rows, columns=list(columns) or None, dtype=object).fillna('')
+    print(table.to_string(index=False, float_format='{:.5g}'.format))
 
 
 def markdown_table(rows: list[dict]) -> str:

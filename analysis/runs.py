@@ -229,7 +229,7 @@ def curves_by_size(runs: list[Run], curve_of: Callable, ignored: Set[str] = froz
                    labels: str | None = None) -> dict:
     """Return {size: result of `curves_of`}, sizes ascending, such as {'131.1M': {label: curve}}.
 
-    Sizes with one label alone are skipped with a message.
+    The first label is the baseline. Sizes without it, or with it alone, are skipped with a message.
     """
     parameters, sizes = map_readable(runs, lambda run: run.parameters), {}
     for run in sorted(parameters, key=parameters.get):
@@ -238,10 +238,11 @@ def curves_by_size(runs: list[Run], curve_of: Callable, ignored: Set[str] = froz
         sizes[max(sizes)].append(run)
 
     def compared(n):
-        curves = curves_of(sorted(sizes[n], key=runs.index), curve_of, ignored, labels)
-        if len(curves) < 2:
-            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected a baseline '
-                            'and others')
+        ordered = sorted(sizes[n], key=runs.index)
+        curves, baseline = curves_of(ordered, curve_of, ignored, labels), next(iter(group(ordered, ignored, labels)))
+        if baseline not in curves or len(curves) < 2:
+            raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected {baseline}, '
+                            'the baseline, and others')
         return curves
     return {short_number(n): curves for n, curves in map_readable(sizes, compared).items()}
 

@@ -85,8 +85,9 @@ def main(runs: list, s: Settings) -> dict:
         groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
                        'high': high, 'losses': ' '.join(map(repr, values))})
     rows = tests(losses, s)
-    for table in filter(None, (groups, rows)):
-        figures.show(table)
+    figures.show(groups, 'label', 'seeds', 'mean', 'low', 'high')
+    if rows:
+        figures.show(rows)
     return {'.csv': groups, '.png': plot(groups, losses)} | ({'_tests.csv': rows} if rows else {})
 
 

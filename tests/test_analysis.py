@@ -8,7 +8,7 @@ from conftest import assert_sentence, run, succeeded
 
 from analysis import figures, loss_curves, scores
 from analysis.runs import Run, curve, curves_of, differences, group, named, spread
-from common.files import UserError
+from common.files import UserError, warn_once
 
 
 def write_run(folder, losses, model='standard', seed=0, settings=None, versions=None, log=None, **values):
@@ -78,6 +78,13 @@ def test_forks_and_copies_of_a_run_are_not_averaged_with_it(tmp_path, capsys):
     assert curve([sps, copy])[-1]['seeds'] == 1 and 'b duplicates' in capsys.readouterr().err
 
 
+def test_runs_on_different_data_are_drawn_with_a_warning(tmp_path, capsys):
+    runs = [written(tmp_path / model, [4.0], model) for model in ('standard', 'sps')]
+    runs[1].record['data']['sha256'] = 'other'
+    warn_once.cache_clear()  # it may have been said before
+    assert list(curves_of(runs, curve)) == ['standard', 'sps'] and 'have different data' in capsys.readouterr().err
+
+
 def test_costs_are_those_of_the_stored_code_if_it_is_asked_for(tiny_run, tmp_path):
     folder = shutil.copytree(tiny_run, tmp_path / 'run')
     stored = folder / 'code/model_standard.py'
@@ -112,7 +119,7 @@ def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
     result = succeeded(run('-m', 'analysis.loss_curves', *runs))
     assert 'left out' in result.stderr and 'b: no val that' in result.stderr
     assert 'none is not a run folder' in result.stderr
-    assert 'standard     3       3        3      1     100        1' in result.stdout
+    assert 'standard 3 3 3 1 100 1' in ' '.join(result.stdout.split())
     assert (tmp_path / 'loss_curves.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'loss_curves.csv').exists()
 
 

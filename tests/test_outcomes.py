@@ -84,7 +84,8 @@ def test_seed_tests_need_several_seeds(tmp_path):
         ('sps', 'standard'), ('sps', '2x'), ('sps', 'delayed'), ('delayed', '2x')]
     assert float(tests[0]['p']) == seeds.lower_test(LOSSES['sps'], LOSSES['standard'])['p'] < 0.05
     assert float(tests[3]['p']) == seeds.equivalence_test(LOSSES['delayed_state'], LOSSES['two_x_memory'], 0.01)['p']
-    assert 'standard      3 3.1133' in run('-m', 'analysis.seeds', *runs[:3], f'--out={tmp_path}/one').stdout
+    _, found = drawn(tmp_path, 'seeds', *runs[:3])
+    assert 'standard 3 3.1133' in ' '.join(found.stdout.split())
     assert_sentence(run('-m', 'analysis.seeds', *runs, alone, *asked[:1], '--better=reverse'),
                     "no test of 'reverse': labels with several seeds: standard; sps; 2x; delayed")
 
@@ -112,7 +113,7 @@ def test_tokens_to_match_use_only_the_constant_rate_phase(tmp_path):
     assert float(first['tokens_ratio']) == pytest.approx(5200 / 1800, abs=1e-12)
     # conversely: SPS first reaches 3.2 or less at 1,300
     assert (second['loss_of'], second['by'], second['tokens']) == ('standard', 'sps', '1300')
-    assert '5200        2.8889' in found.stdout
+    assert '5200 2.8889' in ' '.join(found.stdout.split())
     assert drawn(tmp_path, 'tokens_to_match', sps, short, long)[0][0]['by'] == 'sps'  # the first is the baseline
     stopped = length_run(tmp_path / 'stopped', 'standard', constant[:31], 10_000, every=200, extend=short)
     assert drawn(tmp_path, 'tokens_to_match', short, sps, stopped)[0][0]['tokens'] == '5200'
@@ -144,7 +145,7 @@ def test_a_window_sweep_has_one_line_per_method(tmp_path):
     assert [(row['label'], row['window'], round(float(row['mean']), 9), row['seeds']) for row in rows] == [
         (sps, '0', 3.3, '3'), (sps, '64', 3.05, '2'), (sps, 'all', 3.1, '2'), (reverse, '0', 4.0, '1'),
         (reverse, '64', 3.3, '1'), ('standard', 'all', 3.25, '1')]
-    assert 'sps, method=sps     64  3.05' in found.stdout
+    assert 'sps, method=sps 64 3.05' in ' '.join(found.stdout.split())
 
 
 def test_figures_draw_only_what_was_measured():
@@ -182,7 +183,10 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert 'parameters are sps: expected a baseline and others' in found.stderr  # `lonely` is alone in its size
+    assert 'parameters are sps: expected sps, the baseline, and others' in found.stderr  # `lonely` is alone
+    (tmp_path / 'standard_32/log.jsonl').unlink()
+    (only,), found = drawn(tmp_path, 'scaling', *runs)
+    assert only == large and 'expected standard, the baseline, and others' in found.stderr
 
 
 # ---- tables ----

@@ -345,7 +345,7 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     readme.says("`standard` trains {:.2f} times as fast as Hugging Face's Llama in bf16 on an AMD EPYC, and {:.2f} "
                 'times on an Intel Xeon. In fp32, it is {:.2f} and {:.2f} times', *ratios)
     one, many = (measured('generate_gpu.json', terms='float32', batch=batch)['ratio'] for batch in (1, 16))
-    readme.says("On an H100, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's `generate` (both in fp32, 32 "
+    readme.says("On an H100, in an earlier version, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's `generate` (both in fp32, 32 "
                 'tokens after 16)', many, one)
     Page('docs/gpu.md').says("in fp32, {:.1f} times Hugging Face's `generate` in fp32 with one sequence, {:.1f} times",
                              one, many)
@@ -377,7 +377,7 @@ def test_speeds_of_the_models_follow_from_the_files():
                         for name in ('plain', 'loop', 'jax'))
     gpn.says('takes {:.1f} times as long with the equations and plain autograd as with the fast version, {:.1f} times '
              'with `--scan=loop`, which recomputes activations, and {:.1f} times with a jitted', plain, loop, jax)
-    gpn.says('Training is then {:.0f} times slower', loop)
+    gpn.says('On a CPU, training is then {:.0f} times slower', loop)
     costs = [measured('objectives_cpu.json', objective=name, horizon=1)[key] for name in ('nextlat', 'bst')
              for key in ('time_over_ntp', 'peak_memory_over_ntp')]
     nextlat.says("a NextLat step takes {:.2f} times GPT's time (byte vocabulary) and {:.1f} times its memory "

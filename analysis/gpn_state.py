@@ -280,12 +280,12 @@ def print_summary(rows):
 
 def rows_of(run, s: Settings):
     """Return the rows of `measure` for a run."""
-    model, data = figures.load(run, s)
+    (model, data), record = figures.load(run, s), run.record
     figures.require(model, run, 'ground_input', 'first_state', 'step')
     if model.config.eos_id is not None:
         raise UserError(f'{run} starts each document with an empty state: expected a run with --mask_documents=False')
     device = model.fuse.weight.device
-    T = s.block_size or getattr(data, 'T', run.record['settings']['block_size'])  # tasks have a row length T
+    T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
     n_windows, batch_size = data.n_rows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
     wanted = s.batches * batch_size
     if n_windows < wanted:
@@ -295,7 +295,7 @@ def rows_of(run, s: Settings):
                for i in range(0, wanted, batch_size)]
     counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
     unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
-    tokenizer = load_tokenizer(run.record['data']['tokenizer'])
+    tokenizer = load_tokenizer(record['data']['tokenizer'])
     asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
     return measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'), asked_distance)
 

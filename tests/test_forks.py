@@ -82,7 +82,7 @@ def everything(model, name, data, folder):
     tables = [read_csv(folder / f'{analysis}.csv') for analysis, *_ in ANALYSES.get(model, ())]
     tensors = load_checkpoint(own)[1], load_file(folder / 'hf/model.safetensors')
     text = re.sub(r'[\d.,+-]+(e[+-]\d+)?', '0', '\n'.join(result.stdout + result.stderr for result in said))
-    text = re.sub(' +', ' ', text)  # columns are as wide as the names in them
+    text = re.sub(r'\s+', ' ', text)  # columns are as wide as the names in them
     shutil.rmtree(folder)
     return tensors, *(re.sub('fork', model, str(part)) for part in (
         losses, evaluated['results'], evaluated['edited'], tables, text))

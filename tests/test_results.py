@@ -296,7 +296,8 @@ def check_setting(page):
     assert all(re.fullmatch(r'\d+,[0-9a-f]{64}', line) for line in sample)
     page.says('a sample of {:,} articles', len(sample))
     for text in ('chosen with seed 0, mostly', 'Standard with a window of 16.',
-                 'about 1,000 times smaller', 'goes on to 5M bytes', 'with 95% intervals', 'at a level of 5%',
+                 '100 to several thousand times smaller', 'goes on to 5M bytes',
+                 'with 95% intervals', 'at a level of 5%',
                  'after 5M bytes of Wikipedia', 'trains on 4M bytes with five seeds',
                  'Learning rates are chosen after 1M',
                  '| after 0.25M bytes | after 1M bytes (95%) | after 4M bytes, one seed |', "| 95% | sd |",
@@ -345,8 +346,8 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     readme.says("`standard` trains {:.2f} times as fast as Hugging Face's Llama in bf16 on an AMD EPYC, and {:.2f} "
                 'times on an Intel Xeon. In fp32, it is {:.2f} and {:.2f} times', *ratios)
     one, many = (measured('generate_gpu.json', terms='float32', batch=batch)['ratio'] for batch in (1, 16))
-    readme.says("On an H100, in an earlier version, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's `generate` (both in fp32, 32 "
-                'tokens after 16)', many, one)
+    readme.says("On an H100, in an earlier version, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's "
+                '`generate` (both in fp32, 32 tokens after 16)', many, one)
     Page('docs/gpu.md').says("in fp32, {:.1f} times Hugging Face's `generate` in fp32 with one sequence, {:.1f} times",
                              one, many)
     step = measured('train_step_cpu.json', terms=terms, dtype='bfloat16', T=1024)
@@ -355,7 +356,8 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     sps.says('| decoding one sequence | {:.2f} |', one)
     sps.says('| decoding 16 sequences | {:.2f} |', many)
     held = measured('inference_gpu.json', scale='s', what='memory, held')
-    sps.says('take {:.2f} and {:.2f} times the memory', held['sps'], round(held['two_x_memory'] + 1e-9, 2))
+    sps.says("take {:.2f} times Standard's memory, 2x Memory's {:.2f} times", held['sps'],
+             round(held['two_x_memory'] + 1e-9, 2))
     def slept(key, beside):  # with idle threads that sleep, relative to the default
         short, default = (measured('spin_cpu.json', spin_count=n, beside=beside)[key] for n in (5000, 300_000))
         return short / default

@@ -33,9 +33,14 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     Random state is not saved: it is a function of seed and step. keep, always: see `remove_older`.
     """
     names, tensors = {p: name for name, p in model.named_parameters()}, checkpoint_tensors(model)
-    packed = {names[p]: {key: pack(value, key, names[p], tensors) for key, value in of_param.items()}
-              for p, of_param in optimizer.state.items()}
-    save_checkpoint(folder, step, tensors, {'step': step, 'seconds': seconds, 'optimizer': packed})
+    rest = {}  # {parameter: {key: what is not a tensor}}
+    for p, of_param in optimizer.state.items():
+        for key, value in of_param.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f'{key}/{names[p]}'] = value
+            else:
+                rest.setdefault(names[p], {})[key] = pack(value, key, names[p], tensors)
+    save_checkpoint(folder, step, tensors, {'step': step, 'seconds': seconds, 'optimizer': rest})
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
 
@@ -48,21 +53,26 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
                  for p in group['params']}  # with their step counts
     params = dict(model.named_parameters())
     try:
+        for name, tensor in tensors.items():
+            key, is_moment, param = name.partition('/')
+            if is_moment and '[' not in key:
+                p = params[param]
+                stays = key == 'step' and p not in on_device  # on the CPU, as in Optimizer.load_state_dict
+                optimizer.state[p][key] = tensor if stays else parallel.shard_like(tensor.to(p.device), p)
         for name, of_param in state['optimizer'].items():
-            p = params[name]
-            optimizer.state[p] = unpack(dict(of_param), tensors, p, p in on_device)
+            optimizer.state[params[name]].update(unpack(of_param, tensors, params[name]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
     return state['step'], state['seconds']
 
 
 def pack(value, key: str, param: str, tensors: dict):
-    """Return a part of an optimizer's state as JSON. Its tensors are added to `tensors`.
+    """Return a list or another part of an optimizer's state as JSON. Its tensors go to `tensors`.
 
-    Each tensor becomes {'tensor': its name, 'device': type}. A tuple becomes a list. UserError for
-    other types that JSON lacks.
+    Each tensor becomes {'tensor': its name}. A tuple becomes a list. UserError for other types that
+    JSON lacks.
     """
-    names = (f'{key}[{i}]/{param}' if i else f'{key}/{param}' for i in itertools.count())
+    names = (f'{key}[{i}]/{param}' for i in itertools.count())
 
     def put(part):
         if not isinstance(part, torch.Tensor):
@@ -70,18 +80,14 @@ def pack(value, key: str, param: str, tensors: dict):
                             'tensors, numbers, strings, None, and lists and dicts of them')
         name = next(names)
         tensors[name] = part
-        return {'tensor': name, 'device': part.device.type}
+        return {'tensor': name}
     return json.loads(json.dumps(value, default=put))
 
 
-def unpack(packed: dict, tensors: dict, p: torch.nn.Parameter, scalars_too: bool) -> dict:
-    """Return what `pack` was given, with its tensors where p is. scalars_too: those as well."""
+def unpack(packed: dict, tensors: dict, p: torch.nn.Parameter) -> dict:
+    """Return what was given to `pack`, with its tensors on the device of p."""
     def take(value):
-        if 'tensor' not in value:
-            return value
-        tensor = tensors[value['tensor']]
-        stays = tensor.dim() == 0 and value['device'] == 'cpu' and not scalars_too
-        return tensor if stays else parallel.shard_like(tensor.to(p.device), p)
+        return parallel.shard_like(tensors[value['tensor']].to(p.device), p) if 'tensor' in value else value
     return json.loads(json.dumps(packed), object_hook=take)
 
 

@@ -154,10 +154,10 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
 
 
 def test_a_config_field_named_like_a_setting_of_train_is_refused_unless_it_is_shared(mine, tiny_data, tmp_path):
-    field = '\n    memory: float | None = None\n'
+    field = '\n    gpu_gib: float | None = None\n'
     mine.write_text(MINE.replace("    kind: Literal", f'{field}    kind: Literal'))
     start = 'train.py', f'--model={mine}', f'--data={tiny_data}', f'--out_dir={tmp_path}/x', '--gpu_gib=3', '--dry_run'
-    assert_sentence(run(*start), 'has memory, which is a setting of train.py', 'Config.shared')
+    assert_sentence(run(*start), 'has gpu_gib, which is a setting of train.py', 'Config.shared')
 
 
 # ---- the code of a run ----

@@ -70,15 +70,6 @@ def test_a_step_that_is_not_finite_changes_nothing_and_training_resumes_bitwise(
         (again, its_optimizer.state), (model, optimizer.state))))
 
 
-def test_scalars_of_a_state_stay_on_their_device():
-    """Step counts of unfused optimizers are on the CPU, other scalars on the parameter's device."""
-    tensors, one = {}, torch.ones((), device='cpu')
-    packed = checkpoint.pack([one, one.to('meta')], 'x', 'w', tensors)
-    for scalars_too in (False, True):
-        got = checkpoint.unpack(packed, tensors, torch.ones(2, device='meta'), scalars_too)
-        assert [x.device.type for x in got] == ['meta' if scalars_too else 'cpu', 'meta']
-
-
 def test_a_state_that_json_cannot_hold_is_a_sentence(tmp_path):
     model, optimizer = make('SGD')
     optimizer.state[model[0].weight]['seen'] = {1, 2}

@@ -69,8 +69,7 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
 def pack(value, key: str, param: str, tensors: dict):
     """Return a list or another part of an optimizer's state as JSON. Its tensors go to `tensors`.
 
-    Each tensor becomes {'tensor': its name}. A tuple becomes a list. UserError for other types that
-    JSON lacks.
+    Each tensor becomes {'tensor': its name}, a tuple a list. UserError for what else JSON lacks.
     """
     names = (f'{key}[{i}]/{param}' for i in itertools.count())
 

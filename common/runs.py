@@ -22,8 +22,7 @@ import torch
 from common.checkpoint import checkpoints, load_checkpoint, load_weights, save_training
 from common.files import (ROOT, UserError, command, is_number, locked, open_lines, read_json, read_lines,
                           remove, warn_once, write_file, write_json)
-from common.models import (STORED, code_of, given_model, meta_model, model_file, portable_config,
-                           report_edits)
+from common.models import STORED, code_of, given_model, meta_model, model_file, portable_config, report_edits
 from common.settings import typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -48,8 +47,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str |
     """Load a trained run from its newest undamaged checkpoint.
 
     Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32. code:
-    see `read_run`. model: path of the model's file, if the user gave one; UserError if the run has
-    another model.
+    see `read_run`. model: path of the model's file, if the user gave one; UserError for another's.
     """
     given, record = given_model(model or ''), read_run(folder, code)
     if model and given != record['model']:

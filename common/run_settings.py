@@ -25,7 +25,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     source, has_file = continued or options.get('init_from'), not all(arg.startswith('-') for arg in argv)
     if isinstance(source, str) and 'model' not in options and not has_file:
         argv = [*argv, f'--model={runs.read_run(source)["model"]}']
-    code = continued if options.get('code') == 'run' else None
+    code = continued if isinstance(continued, str) and options.get('code') == 'run' else None
     s, positional, given = load_settings(Settings, argv, lambda model: config_class(model, code))
     s.model = models.given_model(s.model)
     given |= {'model': s.model} if 'model' in given else {}

@@ -182,13 +182,17 @@ def make_settings(Settings: type, values: dict, where: str):
     """
     types_of = typing.get_type_hints(Settings)
     if unknown := sorted(values.keys() - types_of.keys()):
-        file = f'{Settings.__module__.replace(".", "/")}.py'
-        raise UserError(f'unknown settings {where}: {file} has no {", ".join(unknown)}')
+        raise UserError(f'unknown settings {where}: {file_of(Settings)} has no {", ".join(unknown)}')
     values = {name: typed(name, value, types_of[name], where) for name, value in values.items()}
     try:
         return Settings(**values)
     except (ValueError, ZeroDivisionError) as error:
         raise UserError(f'{error} ({where})')
+
+
+def file_of(cls: type) -> str:
+    """Return the name of the file that defines a class, also of a script, which is `__main__`."""
+    return os.path.basename(inspect.getfile(cls))
 
 
 def check_ranges(settings, **ranges: float | tuple) -> None:
@@ -207,7 +211,7 @@ def print_help(*classes: type) -> None:
     """Print each setting of a script and model with its type, default and source comment."""
     print((inspect.getmodule(classes[0]).__doc__ or '').strip())  # none under python -OO
     for cls, title in zip(classes, ('settings and their defaults', 'settings of the model')):
-        print(f'\n{title} ({cls.__module__}.py):')
+        print(f'\n{title} ({file_of(cls)}):')
         source = ''.join(inspect.getsource(c) for c in cls.__mro__[-2::-1])  # base classes first
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', source, re.M))
         hints = typing.get_type_hints(cls)

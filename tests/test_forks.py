@@ -205,6 +205,8 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
     assert_sentence(run('sample.py', out, 'ab', '--code=run'), 'has no copy of the code')
     assert_sentence(run('train.py', '--model=mine', '--code=run', f'--out_dir={tmp_path}/x', f'--data={tiny_data}'),
                     'add --resume')
+    for name in ('--extend', '--resume --out_dir'):
+        assert_sentence(run('train.py', *name.split(), '--code=run'), 'True on the command line')
 
 
 HOSTILE = 'raise SystemExit("imported")'

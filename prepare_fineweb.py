@@ -27,7 +27,7 @@ from common.machine import omp_threads, usable_cores
 from common.settings import check_ranges, load_settings
 from data.shards import BUILT
 from data.sources import Reading, Source, fitting_split, split_documents
-from data.tokenizers import Tokenizer, load_tokenizer
+from data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from data.writing import ShardWriter, document_ids
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
@@ -36,6 +36,7 @@ FINEWEB_SETTINGS = dict(  # official SPS code
 BATCH = 250  # documents of a batch, which a worker encodes; fewer if they are long
 BATCH_CHARACTERS = 2 ** 22
 BATCHES_PER_WORKER = 8  # in the queue, to keep workers busy while a shard is written
+OWN_FILES = (*TOKENIZER_FILES, 'train_*.bin', 'val_*.bin', '.*.writing', 'progress.json', '.lock')  # what it writes
 
 
 @dataclass
@@ -122,9 +123,11 @@ def own_folder(folder: Path) -> Iterator[None]:
         except BaseException:
             is_kept = (folder / 'meta.json').exists() or (read_progress(folder) or {}).get('splits')
             if not is_kept:
-                for path in folder.iterdir():
-                    remove(path)
-                folder.rmdir()
+                for pattern in OWN_FILES:
+                    for path in folder.glob(pattern):
+                        remove(path)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
             raise
 
 

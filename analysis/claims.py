@@ -133,7 +133,7 @@ def gpn_states(run: Run) -> dict[str, float]:
 
 def levels_solved(run: Run) -> dict[str, float]:
     """Return the mean of the last logged scores of a pointer-chasing run."""
-    return {'levels solved': statistics.mean(run.logged(name)[-1] for name in score_names(run, 'levels_solved'))}
+    return {'levels solved': statistics.mean(run.logged(name)[-1] for name in score_names(run, ('levels_solved',)))}
 
 
 def far_probe(run: Run) -> dict[str, float]:

@@ -187,6 +187,16 @@ def test_a_failed_preparation_leaves_nothing(tmp_path, name, content, options, s
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_failed_preparation_keeps_files_that_it_did_not_write(tmp_path):
+    """Such as a log that was put into the folder of an unfinished preparation."""
+    out = tmp_path / 'out'
+    out.mkdir()
+    for name, content in (('progress.json', '{"splits": {}}'), ('train_00000.bin', 'a'), ('log.txt', 'mine')):
+        (out / name).write_text(content)
+    assert_sentence(conftest.prepare(tmp_path / 'none.jsonl', out), 'no file matches')
+    assert [path.name for path in out.iterdir()] == ['log.txt']
+
+
 @pytest.mark.parametrize('name, content, sentence', [
     ('thesis.tex', 'x', 'contains other files (thesis.tex)'), ('meta.json', '{}', 'is already complete'),
     ('progress.json', '{"mine": 1}', 'contains other files'), ('progress.json', '[', 'progress.json is damaged'),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.files import UserError, friendly_errors
+from common.files import UserError, friendly_errors, without_surrogates
 from common.interface import Generation, Options, load
 from common.machine import Device, DType
 from common.models import add_file
@@ -44,7 +44,7 @@ def read_prompts(s: Settings, texts: list[str]) -> list[str]:
         texts = texts + [line for line in lines if line.strip()]
     if not texts:
         raise UserError('no prompt: give text after the run folder, or --file=FILE')
-    return [text.encode(errors='replace').decode() for text in texts]
+    return [without_surrogates(text) for text in texts]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,7 +6,6 @@ processes write it, and any number can read it: rank 0 writes the tensors whole,
 takes its shards of them. The files are written to a temporary folder, which gets its name when all
 are on disk, so a name stands for a whole checkpoint.
 """
-import itertools
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from common import parallel
 from common.files import UserError, first_line, is_number, remove, sha256, sync, warn_once, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')  # the second: tensors with '/' in their name
+TENSOR = 'tensor'  # key of {TENSOR: name}, which stands for a tensor in state.json
 
 
 # ---- training ----
@@ -66,28 +66,33 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     return state['step'], state['seconds']
 
 
-def pack(value, key: str, param: str, tensors: dict):
-    """Return a list or another part of an optimizer's state as JSON. Its tensors go to `tensors`.
+def pack(value, name: str, param: str, tensors: dict):
+    """Return a part of an optimizer's state as JSON. Its tensors go to `tensors`.
 
-    Each tensor becomes {'tensor': its name}, a tuple a list. UserError for what else JSON lacks.
+    A tensor becomes {TENSOR: its name}, a tuple a list. UserError for what else JSON lacks.
     """
-    names = (f'{key}[{i}]/{param}' for i in itertools.count())
+    if isinstance(value, torch.Tensor):
+        tensors[f'{name}/{param}'] = value
+        return {TENSOR: f'{name}/{param}'}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: pack(part, f'{name}[{key}]', param, tensors) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [pack(part, f'{name}[{i}]', param, tensors) for i, part in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise UserError(f"the optimizer's state has {name} = {value!r} for {param}: a checkpoint holds only tensors, "
+                    'numbers, strings, None, and lists and dicts of them, whose keys are strings')
 
-    def put(part):
-        if not isinstance(part, torch.Tensor):
-            raise UserError(f"the optimizer's state has {key} = {value!r} for {param}: a checkpoint holds only "
-                            'tensors, numbers, strings, None, and lists and dicts of them')
-        name = next(names)
-        tensors[name] = part
-        return {'tensor': name}
-    return json.loads(json.dumps(value, default=put))
 
-
-def unpack(packed: dict, tensors: dict, p: torch.nn.Parameter) -> dict:
+def unpack(packed, tensors: dict, p: torch.nn.Parameter):
     """Return what was given to `pack`, with its tensors on the device of p."""
-    def take(value):
-        return parallel.shard_like(tensors[value['tensor']].to(p.device), p) if 'tensor' in value else value
-    return json.loads(json.dumps(packed), object_hook=take)
+    if isinstance(packed, list):
+        return [unpack(part, tensors, p) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if TENSOR in packed:
+        return parallel.shard_like(tensors[packed[TENSOR]].to(p.device), p)
+    return {key: unpack(part, tensors, p) for key, part in packed.items()}
 
 
 # ---- weights ----

@@ -55,13 +55,18 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
             raise
-        sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or set --checkpoint_blocks '
-                 f'(context_ready: --checkpoint_unrolls); for sampling, shorten the prompts. {first_line(error)}')
+        sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or give a checkpoint_ setting '
+                 f'(--help); for sampling, shorten the prompts. {first_line(error)}')
 
 
 def printable(text: str) -> str:
     """Escape control characters, which may come from the files of others."""
     return ''.join(c if c.isprintable() or c in '\n\t' else c.encode('unicode_escape').decode() for c in text)
+
+
+def without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode, with question marks."""
+    return text.encode(errors='replace').decode()
 
 
 def first_line(error: Exception) -> str:

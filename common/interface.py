@@ -118,7 +118,7 @@ class Generation:
         if not prompts:
             raise UserError('no prompts: expected at least one text')
         self.run, self.options, self.tokenizer = run, options, run.tokenizer
-        self.prompts = [run.encode(text.encode(errors='replace').decode()) for text in prompts]
+        self.prompts = [run.encode(text) for text in prompts]
         self.n_new = new_tokens(self.prompts, options.max_new_tokens, run.block_size)
         self.stop = (options.stop or '').replace('\\n', '\n').encode(errors='replace')
         self.found = [b''] * len(prompts)  # the texts so far

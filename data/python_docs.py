@@ -8,6 +8,7 @@ import ast
 import sysconfig
 from pathlib import Path
 
+from common.files import without_surrogates
 from data.sources import split_of
 
 SKIPPED_FOLDERS = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
@@ -33,7 +34,7 @@ def texts():
             continue
         text = '\n\n'.join(doc for doc in docstrings(tree) if len(doc) >= MIN_CHARACTERS)
         if text:
-            yield text.encode(errors='replace').decode()
+            yield without_surrogates(text)
 
 
 def docstrings(node):

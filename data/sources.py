@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from common.files import UserError, warn_once
+from common.files import UserError, warn_once, without_surrogates
 
 FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
            '.arrow': 'datasets'}
@@ -322,11 +322,6 @@ def document(place: str, record, split: str | None, s: Reading) -> Document | No
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field of '
                         'prepare_fineweb.py')
     return Document(split, without_surrogates(text if key is None else str(key)), without_surrogates(text))
-
-
-def without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, with question marks."""
-    return text.encode(errors='replace').decode()
 
 
 def fields_to_read(place: str, names: list[str], s: Reading) -> list[str]:

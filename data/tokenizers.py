@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import UserError, sha256, write_file, write_json
+from common.files import UserError, sha256, without_surrogates, write_file, write_json
 from data.tasks import make_task, task_class
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # last: a folder
@@ -58,6 +58,8 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no bos token, such as <s>: leave out --bos')
     tokenizer.start = (tokenizer.bos_id,) if bos else ()
+    encode = tokenizer.encode
+    tokenizer.encode = lambda text: encode(without_surrogates(text))
     return tokenizer
 
 

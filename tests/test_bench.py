@@ -8,10 +8,14 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import ROOT, assert_sentence, run
 
 import bench
+import model_standard
+from analysis import figures
 from bench import gpu
+from common.models import count_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +33,16 @@ def test_benchmarks_run_at_toy_size_without_writing_results(args):
     result = run('-m', f'bench.{args[0]}', *args[1:], '--toy')
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
     assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == before
+
+
+def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():
+    for row in figures.read_csv(ROOT / 'analysis/papers/sps.csv'):
+        shape = {name: int(row[name]) for name in ('n_layer', 'n_embd')}
+        with torch.device('meta'):
+            model = model_standard.Model(model_standard.Config(n_head=1, **shape))
+        weights, keys = count_parameters(model), 16 * 4096 * 2 * shape['n_layer'] * shape['n_embd']
+        streams = 2 if row['method'] == 'two_x_memory' else 1
+        assert abs((4 * weights + 2 * streams * keys) / (4 * weights + 2 * keys) - float(row['peak memory'])) < 0.03
 
 
 def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, monkeypatch):

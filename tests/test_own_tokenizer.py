@@ -53,6 +53,13 @@ def test_decoding_returns_the_encoded_text(tokenizers, name):
     assert b''.join(tokenizer.decode([i]) for i in ids) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize('name', ['byte', 'own.json', 'own.model', 'gpt2'])
+def test_a_lone_surrogate_is_a_question_mark(tokenizers, name, monkeypatch):
+    use_tiny_gpt2(monkeypatch)
+    tokenizer = load_tokenizer(tokenizers / name if '.' in name else name)
+    assert tokenizer.encode('a \udcff b') == tokenizer.encode('a ? b')
+
+
 def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
     library = pytest.importorskip('tokenizers')
     fast, path = library.Tokenizer.from_file(str(tokenizers / 'own.json')), tmp_path / 'tokenizer.json'

@@ -24,6 +24,7 @@ def test_scripts_start_in_a_notebook(monkeypatch):
     monkeypatch.setattr(sys, 'stdout', io.StringIO())
     monkeypatch.setattr(sys, 'stderr', io.StringIO())
     monkeypatch.setenv('MPLBACKEND', 'module://matplotlib_inline.backend_inline')
+    monkeypatch.delitem(sys.modules, 'IPython', raising=False)  # another test may have imported it
     quiet_start()
     assert os.environ['MPLBACKEND'] == 'agg'
     machine.make_progress()('step 1')

@@ -232,9 +232,9 @@ def markdown(rows: dict[str, dict]) -> str:
     counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SUPPORTED, UNSEEN, OPPOSITE, DESCRIBED))
     lines = ["# The papers' claims on small models", '',
              f'{len(rows)} claims: {counts}. Tests are two-sided and paired by seed, at a family-wise level of {ALPHA} '
-             'per paper; "smallest" is the effect that they find with a probability of 80%. These models are about a '
-             "thousand times smaller than the papers' models. claims.csv has the numbers of each seed, the commands "
-             'and the machine.']
+             'per paper; "smallest" is the effect that they find with a probability of 80%. These models are 100 to '
+             "several thousand times smaller than the papers' models. claims.csv has the numbers of each seed, the "
+             'commands and the machine.']
     for paper, title in PAPERS.items():
         shown = [in_markdown(c, rows[c.name]) for c in CLAIMS if c.paper == paper and c.name in rows]
         if shown:

@@ -3,7 +3,7 @@
     python train.py config/quickstart.py                      a small model, in minutes
     python train.py config/standard_s.py --learning_rate=3e-4 override any setting
     torchrun --nproc_per_node=8 train.py config/standard_l.py several GPUs, same batches
-    python train.py config/quickstart.py --resume             resume a run, same batches
+    python train.py --out_dir=out/quickstart --resume         resume a run, same batches
     python train.py --extend=out/A --max_tokens=2e9 --out_dir=out/B   train a finished run further
 
 Read this file from top to bottom. docs/own_model.md lists what a model must and may define.

@@ -212,7 +212,7 @@ def map_readable(items: Iterable, function: Callable) -> dict:
 def curves_of(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset(), labels: str | None = None) -> dict:
     """Return {label: curve_of(runs of that label)}, with runs grouped and labeled by `group`.
 
-    Prints differing settings that are not in the labels, and errors of runs that it skips.
+    Prints settings that differ but are not in the labels, and why it skips a run.
     """
     groups, settings = group(runs, ignored, labels), differences(runs, ignored)
     curves = map_readable(groups, lambda label: curve_of(groups[label]))

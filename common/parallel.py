@@ -143,7 +143,7 @@ def gather_tensors(tensors: dict) -> dict:
 
 
 def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a whole tensor, if `other`, of its shape, is sharded."""
+    """Return this process's shard of the tensor if `other` is sharded and has its shape."""
     if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

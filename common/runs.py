@@ -22,7 +22,7 @@ import torch
 from common.checkpoint import checkpoints, load_checkpoint, load_weights, save_training
 from common.files import (ROOT, UserError, command, is_number, locked, open_lines, read_json, read_lines,
                           remove, warn_once, write_file, write_json)
-from common.models import STORED, code_of, given_model, meta_model, model_file, portable_config, report_edits
+from common.models import STORED, code_of, given_model, model_file, portable_config, report_edits
 from common.settings import typed
 from data import Data, open_data
 from data.tasks import Generated
@@ -59,12 +59,6 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str |
     model = model_file(record['model'], record['code']).Model(portable_config(record, folder))
     load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
-
-
-def meta_run(folder) -> torch.nn.Module:
-    """Return the model of a run folder on the meta device."""
-    record = read_run(folder)
-    return meta_model(record['model'], portable_config(record, folder))
 
 
 def read_run(folder, code: str | None = None) -> dict:

@@ -352,7 +352,7 @@ def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha
 
 
 def split_documents(source: Source, val_fraction: float, by_text: bool, state: dict | None = None) -> Iterator[tuple]:
-    """Yield (next state, (split, text) or None). by_text: texts choose the split, not ids."""
+    """Yield (next state, (split, text) or None). by_text: split by the text, not the id."""
     for next_state, found in source.documents(state):
         if found is None:
             yield next_state, None

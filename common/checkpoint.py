@@ -51,16 +51,18 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
     on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
                  for p in group['params']}  # with their step counts
-    params = dict(model.named_parameters())
+    params, moments = dict(model.named_parameters()), {}
     try:
         for name, tensor in tensors.items():
             key, is_moment, param = name.partition('/')
-            if is_moment and '[' not in key:
+            if is_moment:
                 p = params[param]
                 stays = key == 'step' and p not in on_device  # on the CPU, as in Optimizer.load_state_dict
-                optimizer.state[p][key] = tensor if stays else parallel.shard_like(tensor.to(p.device), p)
+                moments[name] = tensor if stays else parallel.shard_like(tensor.to(p.device), p)
+                if '[' not in key:
+                    optimizer.state[p][key] = moments[name]
         for name, of_param in state['optimizer'].items():
-            optimizer.state[params[name]].update(unpack(of_param, tensors, params[name]))
+            optimizer.state[params[name]].update(unpack(of_param, moments))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
     return state['step'], state['seconds']
@@ -84,15 +86,15 @@ def pack(value, name: str, param: str, tensors: dict):
                     'numbers, strings, None, and lists and dicts of them, whose keys are strings')
 
 
-def unpack(packed, tensors: dict, p: torch.nn.Parameter):
-    """Return what was given to `pack`, with its tensors on the device of p."""
+def unpack(packed, tensors: dict):
+    """Return what was given to `pack`. tensors: {name: tensor}, on their devices."""
     if isinstance(packed, list):
-        return [unpack(part, tensors, p) for part in packed]
+        return [unpack(part, tensors) for part in packed]
     if not isinstance(packed, dict):
         return packed
     if TENSOR in packed:
-        return parallel.shard_like(tensors[packed[TENSOR]].to(p.device), p)
-    return {key: unpack(part, tensors, p) for key, part in packed.items()}
+        return tensors[packed[TENSOR]]
+    return {key: unpack(part, tensors) for key, part in packed.items()}
 
 
 # ---- weights ----

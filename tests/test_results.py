@@ -168,7 +168,7 @@ def check_sps(page):
         best[row['model']] = min(best.get(row['model'], 9), float(row['loss']))
     late = [loss for model, loss in best.items() if model.startswith(('sps', 'two', 'delayed'))]
     assert len(late) == 5
-    page.says('after 125,000 bytes. There, SPS, 2x Memory and Delayed State had losses of {:.2f} to {:.2f}, and '
+    page.says('after 125,000 bytes. After those, SPS, 2x Memory and Delayed State had losses of {:.2f} to {:.2f}, and '
               'Standard {:.2f}', min(late), max(late), best['standard'])
     page.says('led Standard by 0.17 to 0.20 after 250,000 bytes')
     assert '0.17 to 0.20 after 250,000 tokens' in ' '.join((RESULTS / 'trials.md').read_text().split())
@@ -204,11 +204,12 @@ def check_context_ready(page):
     page.says('They have {:.3f} and {:.3f}, five seeds each', *losses)
     page.says('We expected a lead of 0 to 0.04')
     ratios = [float(row['L_token']) for row in read_csv(RESULTS / 'context_ready_depths.csv') if row['L_token']]
-    page.says('the largest ratio at a single token was {:.1f} to {:.1f}', min(ratios), max(ratios))
+    page.says('At single tokens, the largest ratio was {:.1f} to {:.1f}', min(ratios), max(ratios))
     tied = CLAIM['cr_tied_early']
-    page.says('After {:.1f}M bytes, before its start is over, `tied` is {:.3f} ({:.3f} to {:.3f}) better',
+    page.says('After {:.1f}M bytes, when Context-Ready is still near the start of its descent, the loss of `tied` is {:.3f} '
+              '({:.3f} to {:.3f}) below',
               float(tied['our_tokens']) / 1e6, *(-float(tied[key]) for key in ('difference', 'high', 'low')))
-    page.says('a correction changes {:.2f} times as much', float(CLAIM['cr_contraction']['our_mean']))
+    page.says('each unroll changes the corrections {:.2f} times as much', float(CLAIM['cr_contraction']['our_mean']))
     page.says('three unrolls close {:.1f}% of the gap in perplexity',
               100 * float(CLAIM['cr_three_unrolls']['our_mean']))
     pointer = CLAIM['cr_pointer']

@@ -206,8 +206,8 @@ def check_context_ready(page):
     ratios = [float(row['L_token']) for row in read_csv(RESULTS / 'context_ready_depths.csv') if row['L_token']]
     page.says('At single tokens, the largest ratio was {:.1f} to {:.1f}', min(ratios), max(ratios))
     tied = CLAIM['cr_tied_early']
-    page.says('After {:.1f}M bytes, when Context-Ready is still near the start of its descent, the loss of `tied` is {:.3f} '
-              '({:.3f} to {:.3f}) below',
+    page.says('After {:.1f}M bytes, when Context-Ready is still near the start of its descent, the loss of `tied` is '
+              '{:.3f} ({:.3f} to {:.3f}) below',
               float(tied['our_tokens']) / 1e6, *(-float(tied[key]) for key in ('difference', 'high', 'low')))
     page.says('each unroll changes the corrections {:.2f} times as much', float(CLAIM['cr_contraction']['our_mean']))
     page.says('three unrolls close {:.1f}% of the gap in perplexity',
@@ -353,7 +353,7 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     ratios = [measured(f'train_step_{cpu}.json', terms='same', dtype=dtype)['ratio']
               for dtype in ('bfloat16', 'float32') for cpu in ('cpu', 'amx_cpu')]
     readme.says("`standard` trains {:.2f} times as fast as Hugging Face's Llama in bf16 on an AMD EPYC, and {:.2f} "
-                'times on an Intel Xeon. In fp32, it is {:.2f} and {:.2f} times', *ratios)
+                'times on an Intel Xeon. In fp32, both are equally fast ({:.2f} and {:.2f} times)', *ratios)
     one, many = (measured('generate_gpu.json', terms='float32', batch=batch)['ratio'] for batch in (1, 16))
     readme.says("On an H100, in an earlier version, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's "
                 '`generate` (both in fp32, 32 tokens after 16)', many, one)
@@ -365,8 +365,14 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     sps.says('| decoding one sequence | {:.2f} |', one)
     sps.says('| decoding 16 sequences | {:.2f} |', many)
     held = measured('inference_gpu.json', scale='s', what='memory, held')
-    sps.says("take {:.2f} times Standard's memory, 2x Memory's {:.2f} times", held['sps'],
+    sps.says("take {:.2f} times Standard's memory for SPS and {:.2f} times for 2x Memory", held['sps'],
              round(held['two_x_memory'] + 1e-9, 2))
+    ours = [measured('generate_cpu.json', terms=terms, batch=batch)['ours_tokens_per_s']
+            for terms in ('float32', 'best') for batch in (1, 16)]
+    decoding = Page('docs/decoding.md')
+    decoding.says('| 16 texts in a batch | {:.1f} times', ours[1] / ours[0])
+    decoding.says('| {:.1f} times, {:.1f} for 16 texts |', ours[2] / ours[0], ours[3] / ours[1])
+
     def slept(key, beside):  # with idle threads that sleep, relative to the default
         short, default = (measured('spin_cpu.json', spin_count=n, beside=beside)[key] for n in (5000, 300_000))
         return short / default
@@ -386,17 +392,18 @@ def test_speeds_of_the_models_follow_from_the_files():
                        measured('context_ready_cpu.json', C=2048)['speed_over_roformer'])
     plain, loop, jax = (measured('gpn_cpu.json', what=f'{name} over the scan', n_layer=1)['c']
                         for name in ('plain', 'loop', 'jax'))
-    gpn.says('takes {:.1f} times as long with the equations and plain autograd as with the fast version, {:.1f} times '
-             'with `--scan=loop`, which recomputes activations, and {:.1f} times with a jitted', plain, loop, jax)
+    gpn.says('{:.1f} with `--scan=loop`, which recomputes activations, {:.1f} with the equations and plain autograd, '
+             '{:.1f} with a jitted', loop, plain, jax)
     gpn.says('On a CPU, training is then {:.0f} times slower', loop)
     costs = [measured('objectives_cpu.json', objective=name, horizon=1)[key] for name in ('nextlat', 'bst')
              for key in ('time_over_ntp', 'peak_memory_over_ntp')]
-    nextlat.says("a NextLat step takes {:.2f} times GPT's time (byte vocabulary) and {:.1f} times its memory "
-                 '(vocabulary 50304). BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} times the '
+    nextlat.says("a NextLat step takes {:.2f} times GPT's time with a byte vocabulary. With a vocabulary of 50304, it "
+                 'takes {:.1f} times its memory. BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} times the '
                  'memory', *costs)
     found = {}
     for row in measured('speculative_auto_epyc_cpu.json')['rows']:
         if row['auto_confidence'] == 0.02:
             found.setdefault((row['text'], row['temperature']), []).append(row['auto_over_best_fixed'])
     means = [statistics.mean(values) for values in found.values()]
-    nextlat.says('`auto` is {:.2f} to {:.2f} times as fast as the best fixed length', min(means), max(means))
+    Page('docs/decoding.md').says('`auto` is {:.2f} to {:.2f} times as fast as the best fixed length',
+                                  min(means), max(means))

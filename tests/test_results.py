@@ -365,8 +365,8 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     sps.says('| decoding one sequence | {:.2f} |', one)
     sps.says('| decoding 16 sequences | {:.2f} |', many)
     held = measured('inference_gpu.json', scale='s', what='memory, held')
-    sps.says("take {:.2f} times Standard's memory for SPS and {:.2f} times for 2x Memory", held['sps'],
-             round(held['two_x_memory'] + 1e-9, 2))
+    Page('bench/results/README.md').says("SPS {:.2f} times Standard's, 2x Memory {:.2f}", held['sps'],
+                                         round(held['two_x_memory'] + 1e-9, 2))
     ours = [measured('generate_cpu.json', terms=terms, batch=batch)['ours_tokens_per_s']
             for terms in ('float32', 'best') for batch in (1, 16)]
     decoding = Page('docs/decoding.md')
@@ -398,8 +398,8 @@ def test_speeds_of_the_models_follow_from_the_files():
     costs = [measured('objectives_cpu.json', objective=name, horizon=1)[key] for name in ('nextlat', 'bst')
              for key in ('time_over_ntp', 'peak_memory_over_ntp')]
     nextlat.says("a NextLat step takes {:.2f} times GPT's time with a byte vocabulary. With a vocabulary of 50304, it "
-                 'takes {:.1f} times its memory. BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} times the '
-                 'memory', *costs)
+                 'takes {:.1f} times its memory. BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} '
+                 'times the memory', *costs)
     found = {}
     for row in measured('speculative_auto_epyc_cpu.json')['rows']:
         if row['auto_confidence'] == 0.02:

@@ -3,10 +3,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from common.files import write_file, write_json
+from common.files import UserError, write_file, write_json
 from data.tasks import make_task, task_class
 from data.tokenizer_files import EOS_NAMES
 from data.tokenizers import load_tokenizer, symbol_pattern
+
+SAMPLE = ' A text  of\nwords, spaces and 12 digits.'
 
 
 def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
@@ -32,16 +34,23 @@ def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
 
 
 def fast_tokenizer(name: str):
-    """Return the tokenizers.Tokenizer with the same ids as `load_tokenizer(name)`."""
+    """Return the tokenizers.Tokenizer with the same ids as `load_tokenizer(name)`.
+
+    UserError if transformers is too old to convert a SentencePiece model faithfully.
+    """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     if name in ('byte', 'gpt2') or Path(name).is_dir():
         own = load_tokenizer(name)
         return byte_level({own.decode([i]): i for i in range(own.eos_id)}, splits_words=name != 'byte')
     if name.endswith('.model'):  # transformers converts it
-        from transformers import AutoTokenizer
+        import transformers
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(name, Path(folder) / 'tokenizer.model')
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+            fast = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+        if fast.encode(SAMPLE, add_special_tokens=False).ids != load_tokenizer(name).encode(SAMPLE):
+            raise UserError(f'transformers {transformers.__version__} converts {name} to a tokenizer with other ids: '
+                            'install transformers 5.24 or later, which needs Python 3.11')
+        return fast
     if not task_class(name):
         return Tokenizer.from_file(name)
     symbols = make_task(name).symbols

@@ -5,9 +5,11 @@ import shutil
 import pytest
 import torch
 from conftest import MODELS, ROOT, make_run, run, saved_bytes, succeeded
+from packaging.version import Version
 
 import model_standard
 from common import checkpoint, export, families, import_hf, models, runs
+from common.files import UserError
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer
 from data.train_tokenizer import train_tokenizer
@@ -215,6 +217,10 @@ def test_every_tokenizer_is_exported(tokenizers, tmp_path, name, bos, ends):
     """Ids, eos and bos are the same, whatever post-processor the tokenizer file has."""
     pytest.importorskip('google.protobuf')
     model, own = make_run(tmp_path / 'run', 'sps', name if name == 'byte' else tokenizers / name, bos, ends)
+    if name.endswith('.model') and Version(transformers.__version__) < Version('5.24'):  # 3.10 has 5.20
+        with pytest.raises(UserError, match='converts .* to a tokenizer with other ids'):
+            export.export_run(tmp_path / 'run', tmp_path / 'hf')
+        return
     export.export_run(tmp_path / 'run', tmp_path / 'hf')
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
     for text in TEXTS:

@@ -2,8 +2,8 @@
 
     python -m bench.scans [--toy]
 
-A step is train.py's: on a CPU in fp32 and, if it has bf16 units, also under bf16 autocast; on a GPU
-under bf16 autocast at the papers' sizes. Peak memory is of one process per form.
+A step is train.py's, not compiled: on a CPU in fp32 and, if it has bf16 units, also under bf16
+autocast; on a GPU under bf16 autocast at the papers' sizes. Peak memory is of one process per form.
 """
 from collections.abc import Iterator
 
@@ -47,7 +47,7 @@ def compare(values: dict, toy: bool) -> dict:
         dtypes['loop'] = dtypes['fast']
     if not GPU and name == 'gpn' and gpn.c_dtype(torch.bfloat16) == torch.bfloat16:
         dtypes['fast bf16'] = 'bfloat16'
-    forms = {form: values | dict(scan=form.split()[0], dtype=dtype, mask_documents=False)
+    forms = {form: values | dict(scan=form.split()[0], dtype=dtype, mask_documents=False, compile=False)
              for form, dtype in dtypes.items()}
     steps = {form: training_step(**own) for form, own in forms.items()}
     seconds = alternate({form: step for form, (step, *_) in steps.items()}, rounds=1 if toy else 5, warmup=1)

@@ -119,8 +119,8 @@ def decoding_speeds(models: dict, contexts, n_tokens: int, rounds: int = 5, step
 def in_new_process(function: Callable, *args):
     """Call function(*args) in a new process, with the GPU memory that is free here."""
     torch.cuda.empty_cache()
-    spawn, settings = multiprocessing.get_context('spawn'), train.Settings()
-    with ProcessPoolExecutor(1, spawn, machine.start_processes, (settings,)) as pool:
+    spawn = multiprocessing.get_context('spawn')
+    with ProcessPoolExecutor(1, spawn, machine.start_processes, (train.Settings(),)) as pool:
         return pool.submit(function, *args).result()
 
 
@@ -128,7 +128,8 @@ def in_new_process(function: Callable, *args):
 def added_memory() -> Iterator[dict[str, int]]:
     """Yield a dict that gets 'peak' and 'held': the bytes added inside. Use a new process."""
     torch.zeros(1, device=DEVICE)
-    before, added = resident()['held'], {}
+    before = resident()['held']
+    added = {}
     yield added
     added.update({what: n_bytes - before for what, n_bytes in resident().items()})
 
@@ -169,8 +170,10 @@ def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
 
     If interrupted, NAME_DEVICE.partial.json has the rows so far. toy: only print.
     """
-    path, found = RESULTS / f'{name}_{"gpu" if GPU else "cpu"}.json', []
-    partial, module = path.with_suffix('.partial.json'), f'bench.{Path(sys.argv[0]).stem}'
+    path = RESULTS / f'{name}_{"gpu" if GPU else "cpu"}.json'
+    partial = path.with_suffix('.partial.json')
+    found = []
+    module = f'bench.{Path(sys.argv[0]).stem}'
     about = {'command': command('-m', module, *sys.argv[1:])} | where_and_when()
     for row in rows:
         print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)

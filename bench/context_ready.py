@@ -29,7 +29,9 @@ def decode_eagerly(decoder: Decoder) -> None:
 
 def figures(s: Settings) -> Iterator[dict]:
     """Yield decoding speed and weights read per token, relative to the Roformer of each pair."""
-    new, lengths, dtype = 50 if GPU else 16, (100, 1000, 10_000), decoding_dtype('auto', DEVICE.type)
+    dtype = decoding_dtype('auto', DEVICE.type)
+    new = 50 if GPU else 16  # tokens per timing
+    lengths = 100, 1000, 10_000
     if s.toy:
         new, lengths = 2, (100,)
     for pair in TOY_PAIRS if s.toy else PAIRS:

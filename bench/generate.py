@@ -20,7 +20,8 @@ DTYPES = 'float32', 'bfloat16'
 
 
 def figures(s: Settings) -> Iterator[dict]:
-    shape, n_new = dict(n_layer=8, n_head=8, n_embd=512), 512 if GPU else 32  # many, to outweigh capturing the graph
+    shape = dict(n_layer=8, n_head=8, n_embd=512)
+    n_new = 512 if GPU else 32  # many, to outweigh capturing the graph
     if s.toy:
         shape, n_new = TOY_SHAPE, 4
     for batch_size in (2,) if s.toy else (1, 16):

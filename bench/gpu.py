@@ -66,7 +66,8 @@ def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
     processes that the step started are killed when it ends. On time-out they first get Ctrl-C, so
     that pytest prints its failures.
     """
-    start, limited = log.seek(0, os.SEEK_END), ['timeout', '--signal=INT', '--kill-after=10', str(seconds)]
+    start = log.seek(0, os.SEEK_END)
+    limited = ['timeout', '--signal=INT', '--kill-after=10', str(seconds)]
     process = subprocess.Popen([*limited, sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
                                start_new_session=True, env={**os.environ, 'PYTHONUNBUFFERED': '1'})
     try:
@@ -95,7 +96,9 @@ def main(argv: list[str] | None = None) -> None:
         if not GPU:
             raise UserError('PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
                             'python -m bench.train_step')
-        begin, out, statuses = time.time(), Path(s.out), {}
+        begin = time.time()
+        out = Path(s.out)
+        statuses = {}
         out.mkdir(parents=True, exist_ok=True)
         with open(out / 'gpu.log', 'ab+', buffering=0) as log:
             for name in s.only:

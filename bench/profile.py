@@ -29,7 +29,8 @@ def profile(side: str, scale: str, toy: bool) -> list[dict]:
     first = alternate({side: step}, rounds=1, warmup=0)[side]
     three_steps = alternate({side: lambda: [step() for _ in range(3)]}, rounds=1 if toy else 10, warmup=1)[side]
     tokens_per_s = 3 * s.batch_size * s.block_size / three_steps
-    used, peak_flops = resident()['peak'], this.peak_flops()
+    peak_flops = this.peak_flops()
+    used = resident()['peak']
     on_meta = models.meta_model(s.model, model.config)
     estimate = state_bytes(on_meta, 1, False) + activation_bytes(on_meta, this.dtype, s.block_size, s.batch_size)
     measured = {

@@ -55,7 +55,8 @@ def training_step(config_file: str | None = None, **values) -> tuple:
     args = ['--dry_run', *filter(None, [config_file]), *(f'--{name}={value}' for name, value in values.items())]
     s, given, _ = run_settings.read_settings(train.Settings, args)
     s = replace(s, batch_size=s.micro_batch_size)
-    this, config = machine.start_processes(s), run_settings.model_config(s, given, assumed_data(s, None), None)
+    config = run_settings.model_config(s, given, assumed_data(s, None), None)
+    this = machine.start_processes(s)
     this.dtype = machine.pick_dtype(s.dtype, DEVICE.type)
     torch.manual_seed(s.seed)
     model = models.model_file(s.model).Model(config).to(DEVICE)
@@ -73,7 +74,8 @@ def make_step(model, forward: Callable, config, s, this) -> Callable:
     if config.eos_id is not None:
         length = 200 if s.block_size <= 1024 else 1000
         tokens[torch.rand(tokens.shape, generator=generator) < 1 / length] = config.eos_id
-    optimizer, skips = train.make_optimizer(model, s), torch.zeros(3, device=DEVICE)
+    optimizer = train.make_optimizer(model, s)
+    skips = torch.zeros(3, device=DEVICE)
     data = SimpleNamespace(train_batch=lambda *_: tokens)
     return lambda: train.train_step(model, forward, optimizer, data, s, 0, this, skips)[0]['loss']
 
@@ -91,7 +93,8 @@ def peak_memory(values: dict) -> int:
 
 def one_stream(s: Settings) -> Iterator[dict]:
     """Yield rows that compare Standard with Hugging Face Llama."""
-    shape, seconds = dict(n_layer=8, n_head=8, n_embd=512, block_size=256), {}
+    seconds = {}
+    shape = dict(n_layer=8, n_head=8, n_embd=512, block_size=256)
     if s.toy:
         shape = TOY_SHAPE | dict(block_size=16)
     for dtype in DTYPES:
@@ -119,7 +122,8 @@ def two_streams(s: Settings) -> Iterator[dict]:
             seconds = alternate({name: step for name, (step, *_) in sides.items()}, 1 if s.toy else 7, warmup=3)
             torch.compiler.reset()  # torch.compile allows only so many versions of one function
             _, standard, _, this = sides['standard']
-            tokens_per_s, peak = batch_size * T / seconds['standard'], this.peak_flops()
+            tokens_per_s = batch_size * T / seconds['standard']
+            peak = this.peak_flops()
             yield {'terms': 'time over standard', 'dtype': dtype, 'n_layer': shape['n_layer'], 'T': T,
                    'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
                    'standard_mfu': peak and round(standard.flops_per_token(T) * tokens_per_s / peak, 3)
@@ -141,7 +145,8 @@ def objectives(s: Settings) -> Iterator[dict]:
         shape = TOY_SHAPE | dict(n_layer=2, block_size=16)
     sides = {side: own | shape | dict(micro_batch_size=s.batch_size, mask_documents=False)
              for side, own in OBJECTIVES.items()}
-    ntp, ids = ('ntp', 1), {} if GPU else dict(assumed_ids=257)
+    ntp = 'ntp', 1
+    ids = {} if GPU else dict(assumed_ids=257)
     base = None if s.toy else in_new_process(peak_memory, sides[ntp])
     for side, values in sides.items():
         steps = {name: training_step(**sides[name], **ids) for name in dict.fromkeys([ntp, side])}

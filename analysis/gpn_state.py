@@ -2,7 +2,7 @@
 
     python -m analysis.gpn_state RUN --out=NAME
 
-Prints a summary and writes all numbers to NAME.csv (part, name, x, value) and plots to NAME.png:
+Prints single numbers, writes all to NAME.csv (part, name, x, value) and draws curves in NAME.png:
 the geometry of predicted states, the tokens that their mean decodes to, and how long the state and
 memory heads remember. The ablations measure validation perplexity and state norms with the mean
 direction removed from the decoded or the recurrent state, and with the slow or fast memory heads
@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import named
+from analysis.runs import grouped, named
 from common.files import UserError
-from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
 
 STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
@@ -34,9 +33,6 @@ class Settings(figures.ModelSettings):
     batch_size: int | None = None  # windows per batch; None: 16k states in total, as in the paper
     block_size: int | None = None  # tokens per window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens to count the unigram distribution on
-
-    def __post_init__(self):
-        check_ranges(self, batches=1, batch_size=1, block_size=1, unigram_tokens=1)
 
 
 @torch.no_grad()
@@ -248,34 +244,21 @@ PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
 
 def plot(rows, name='a GPN'):
     """Draw one panel for each part of PANELS that rows have."""
-    curves = {}  # {part: {name: [(x, value)]}}
-    for part, name, x, value in rows:
-        curves.setdefault(part, {}).setdefault(name, []).append((x, value))
-    parts = [part for part in PANELS if part in curves]
+    by_part = grouped(rows, lambda row: row[0])
+    parts = [part for part in PANELS if part in by_part]
     figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
     for ax, part in zip(axes, parts):
         title, x_label, y_label, scale = PANELS[part]
-        if part == 'perplexity':
-            ax.barh(list(curves[part]), [value for [(_, value)] in curves[part].values()])
-        else:
-            for name, points in curves[part].items():
-                ax.plot(*zip(*points), label=name, marker='o' if scale == 'log' else '', markersize=3)
+        for name, own in grouped(by_part[part], lambda row: row[1]).items():
+            places, values = zip(*(row[2:] for row in own))
+            if part == 'perplexity':
+                ax.barh(name, values, color='C0')
+            else:
+                ax.plot(places, values, label=name, marker='o' if scale == 'log' else '', markersize=3)
         if part in ('cosine', 'retention', 'accuracy', 'nll'):
             ax.legend(fontsize='x-small')
         ax.set(xlabel=x_label, ylabel=y_label, xscale=scale, title=title)
-        if scale == 'log':
-            figures.number_log_axis(ax.xaxis, *ax.get_xlim())
     return figure
-
-
-def print_summary(rows):
-    shown = {}
-    for part, name, x, value in rows:
-        text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
-        if part not in ('deviation', 'variance', 'correlation', 'retention'):  # too long to print
-            shown.setdefault(f'{part}, {name}', []).append(text)
-    for name, values in shown.items():
-        print(f'{name}: {"  ".join(values)}')
 
 
 def rows_of(run, s: Settings):
@@ -305,8 +288,8 @@ def main(runs: list, s: Settings) -> dict:
     if len(runs) > 1:
         raise UserError(f'expected one run, got {len(runs)}')
     rows = rows_of(runs[0], s)
-    print_summary(rows)
     table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
+    figures.show([row for row in table if row['x'] == '' or row['name'] == 'tokens'])  # curves: see the figure
     return {'.csv': table, '.png': plot(rows, named(runs, s.labels)[runs[0]])}
 
 

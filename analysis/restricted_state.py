@@ -12,17 +12,16 @@ averaged over 8,000 validation documents of at least 2,049 tokens, read from the
 omega + 1 positions are omitted because nothing changes there. Writes NAME.png (raw and smoothed)
 and NAME.csv; prints means, and ratios of the first run's extra nll to that of the other runs.
 """
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from analysis import figures
-from analysis.runs import curves_of, limited_block_size, long_documents, usable_runs
+from analysis.runs import curves_of, long_documents, usable_runs
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.scoring import target_log_probs
-from common.settings import check_ranges
 
 TREND = 201  # smoothing window in positions (the paper's script)
 
@@ -34,9 +33,6 @@ class Settings(figures.ModelSettings):
     block_size: int = 2048  # tokens read per document, capped at the runs' training window
     batch_size: int = 4  # documents evaluated at a time
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
-
-    def __post_init__(self):
-        check_ranges(self, omega=0, n_documents=1, block_size=1, batch_size=1)
 
 
 def restricted(model, omega: int, run='the model'):
@@ -82,23 +78,16 @@ def measure(run, s: Settings):
     return whole / len(documents), cut / len(documents), len(documents)
 
 
-def fitted(s: Settings, runs: list) -> Settings:
-    """Return the settings with block_size limited to the runs' training windows."""
-    block = limited_block_size(runs, s.block_size)
-    if block < s.omega + 2:
-        raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
-    return replace(s, block_size=block)
-
-
-def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
-    """Return CSV rows: means of the `measure` results of a label's runs, and the settings."""
-    whole, cut = (sum(parts) / len(measured) for parts in list(zip(*measured))[:2])
+def table(runs: list, s: Settings) -> list[dict]:
+    """Return CSV rows of runs that differ only in the seed: means, and the settings."""
+    *sums, documents = zip(*(measure(run, s) for run in usable_runs(runs)))
+    whole, cut = (sum(parts) / len(parts) for parts in sums)
     seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes
     extra = (cut - whole)[seen:].tolist()
-    used = {name: asdict(s)[name] for name in ('omega', 'block_size', 'dtype', 'data')}
     columns = zip(extra, figures.smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
-    return [{'label': label, 'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll,
-             'restricted_nll': restricted_nll, 'runs': len(measured), 'documents': measured[0][2], **used}
+    used = {name: getattr(s, name) for name in ('omega', 'block_size', 'dtype', 'data')}
+    return [{'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll, 'restricted_nll': restricted_nll,
+             'runs': len(documents), 'documents': documents[0], **used}
             for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
 
 
@@ -114,14 +103,18 @@ def plot(rows: list[dict]):
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    s, summary = fitted(s, runs), []
-    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
-    rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-    for label, line in figures.by_label(rows).items():
+    block, summary = min(s.block_size, *(run.settings.block_size for run in runs)), []
+    print(f'the first {block} tokens of each document')
+    if block < s.omega + 2:
+        raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
+    s = replace(s, block_size=block)
+    curves = curves_of(runs, lambda own: table(own, s), labels=s.labels)
+    for label, line in curves.items():
         found = {'extra nll, mean': np.mean([row['extra_nll'] for row in line]), 'last': line[-1]['smoothed']}
         first = summary[0] if summary else found
         summary.append({'label': label, **found, 'documents': line[0]['documents'], **{
             f'first / {key}': first[key] / value if value else None for key, value in found.items()}})
+    rows = figures.labeled(curves)
     figures.show(summary)
     return {'.csv': rows, '.png': plot(rows)}
 

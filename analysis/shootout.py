@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from analysis import compare, figures
-from analysis.compare import Method, one_dtype, set_best_rates, train_seeds
-from analysis.runs import Run
+from analysis.compare import Method, set_best_rates, train_seeds
+from analysis.runs import Run, grouped
 from bench import decoding_speeds, one_line, where_and_when
 from common.files import UserError, friendly_errors
 from common.machine import decoding_dtype, pick_device
@@ -36,6 +36,7 @@ from train import Settings as TrainSettings
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # largest relative difference in parameters to Standard
 CONTEXTS = 1024, 16384  # context lengths at which decoding is timed, in tokens
+DECODED = 64  # tokens decoded in each of six rounds
 
 
 @dataclass
@@ -53,11 +54,10 @@ class Settings:
     eval_tokens: int = 500_000  # validation tokens per evaluation
     seeds: int = 5  # runs of each model and budget at its best learning rate
     jobs: int = 2  # runs trained at a time, with one thread each
-    decode_tokens: int = 64  # tokens decoded in each of six rounds
 
     def __post_init__(self):
         check_ranges(self, budget=0, n_layer=1, n_embd=1, head_size=1, block_size=1, batch_size=1, eval_tokens=1,
-                     seeds=1, jobs=1, decode_tokens=1)
+                     seeds=1, jobs=1)
 
 
 @dataclass
@@ -126,7 +126,7 @@ def arguments(s: Settings, model: str, values: dict, tokens: int) -> list[str]:
     """Return the arguments of train.py except learning rate, seed and folder."""
     own = {'model': model, **values, 'data': s.data, 'block_size': s.block_size, 'batch_size': s.batch_size,
            'micro_batch_size': s.batch_size, 'max_tokens': tokens, 'warmup_tokens': tokens // 20,
-           'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0, 'dtype': one_dtype()}
+           'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0}
     return [s.config, *(f'--{name}={value}' for name, value in own.items())]
 
 
@@ -157,14 +157,14 @@ def speed(run: Path) -> float:
     return Run(run).median('tokens_per_s')
 
 
-def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
+def measure_decoding(runs: dict[str, Path]) -> dict[str, dict]:
     """Return {name: {'tokens_per_s_1024': ..., 'state_bytes_1024': ..., ...}}."""
     device = pick_device('auto')
     dtype = decoding_dtype('auto', device)
     models, found = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}, {name: {} for name in runs}
     for model in models.values():
         model.config.eos_id = None  # a generated eos would end the document and empty the context
-    for (name, length), tokens_per_s in decoding_speeds(models, CONTEXTS, s.decode_tokens).items():
+    for (name, length), tokens_per_s in decoding_speeds(models, CONTEXTS, DECODED).items():
         found[name] |= {f'tokens_per_s_{length}': tokens_per_s,
                         f'state_bytes_{length}': models[name].new_cache(1, length).nbytes}
     return found
@@ -207,17 +207,22 @@ def markdown(rows: list[dict], s: Settings) -> str:
     return '\n'.join(lines)
 
 
-def limit(rows: list[dict]) -> float:
-    """Return the largest |difference to Standard| to show: one model may lie far outside."""
-    ends = sorted(max(abs(r['its_low'] or r['minus_first']), abs(r['its_high'] or r['minus_first']))
-                  for r in rows if r['minus_first'] is not None)
-    return ends[-2] if len(ends) > 1 and ends[-1] > 3 * ends[-2] else ends[-1]
+def errors(rows: list[dict], value: str, low: str, high: str) -> list[list[float]]:
+    """Return the lengths of error bars, down and up, of a column of rows and its interval."""
+    return [[0 if r[end] is None else abs(r[end] - r[value]) for r in rows] for end in (low, high)]
+
+
+def highest_shown(rows: list[dict]) -> float:
+    """Return the top of the loss axis: one model far above the others is cut off."""
+    *_, second, last = sorted(r['high'] or r['loss'] for r in rows)
+    lowest = min(r['loss'] for r in rows)
+    return lowest + 1.1 * ((second if last - lowest > 2 * (second - lowest) else last) - lowest)
 
 
 def plot(rows: list[dict], unit: str):
     """Draw loss over training FLOPs (all budgets), decoding time and state size (equal FLOPs).
 
-    unit: of the loss, 'nats per token'. A loss above the axis is a triangle with its value.
+    unit: of the loss, 'nats per token'.
     """
     length = max(CONTEXTS)
     at_equal_flops = [r for r in rows if r['equal'] == 'training FLOPs']
@@ -227,49 +232,35 @@ def plot(rows: list[dict], unit: str):
               (at_equal_flops, 'decoding state, MB', f'{length:,} tokens of context',
                lambda r: r[f'state_bytes_{length}'] / 1e6)]
     figure, all_axes = figures.new_figure('', 3, (8.3 / 3, 4.6), sharey=True)
-    top = at_equal_flops[0]['loss'] + 1.1 * limit(at_equal_flops)
-    color_of = {label: style['color'] for label, style in figures.styles(r['model'] for r in rows).items()}
+    top = highest_shown(at_equal_flops)
     for axes, (shown, xlabel, title, x_of) in zip(all_axes, panels):
-        for label, color in color_of.items():
-            points = sorted([r for r in shown if r['model'] == label], key=x_of)
-            inside = [r for r in points if r['loss'] <= top]
-            axes.errorbar([x_of(r) for r in inside], [r['loss'] for r in inside],
-                          [0 if r['low'] is None else r['high'] - r['loss'] for r in inside], marker='o',
-                          markersize=4, capsize=3, linewidth=1, label=label, color=color)
-            for i, r in enumerate(r for r in points if r['loss'] > top):
-                axes.plot(x_of(r), top, marker='^', color=color, clip_on=False)
-                axes.annotate(f'{r["loss"]:.2f}', (x_of(r), top), (3, -14 - 12 * i), textcoords='offset points',
-                              color=color)
-        axes.set_xscale('log')
-        figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
-        axes.set(xlabel=xlabel, title=title)
-    lowest = min(r['loss'] for r in rows)
-    all_axes[0].set(ylabel=f'validation loss, {unit}', ylim=(lowest - 0.1 * (top - lowest), top))
-    figures.add_legend(figure, 'Bars: 95% intervals. Triangles: off the scale', 'lower center', ncols=4)
+        for label, of_model in grouped(shown, lambda r: r['model']).items():
+            of_model.sort(key=x_of)
+            axes.errorbar([x_of(r) for r in of_model], [r['loss'] for r in of_model],
+                          errors(of_model, 'loss', 'low', 'high'), marker='o', markersize=4, capsize=3, linewidth=1,
+                          label=label)
+        axes.set(xlabel=xlabel, title=title, xscale='log')
+    all_axes[0].set_ylabel(f'validation loss, {unit}')
+    all_axes[0].set_ylim(top=top)
+    above = [f'{r["model"]} ({r["loss"]:.2f})' for r in at_equal_flops if r['loss'] > top]
+    figures.add_legend(figure, 'Bars: 95% intervals' + '. Off the scale: ' * bool(above) + ', '.join(above),
+                       'lower center', ncols=4)
     return figure
 
 
 def plot_gaps(rows: list[dict], unit: str):
     """Draw each model's loss minus Standard's at equal training FLOPs, best model first."""
-    style_of = figures.styles(r['model'] for r in rows)
+    color_of = {label: style['color'] for label, style in figures.styles(r['model'] for r in rows).items()}
     shown = sorted((r for r in rows if r['equal'] == 'training FLOPs' and r['minus_first'] is not None),
                    key=lambda r: -r['minus_first'])
-    edge = limit(shown)
+    labels = [r['model'] for r in shown]
     figure, (axes,) = figures.new_figure('', size=(8.3, 0.35 * len(shown) + 1.1))
-    for y, r in enumerate(shown):
-        gap, low, high = r['minus_first'], r['its_low'], r['its_high']
-        axes.barh(y, min(1.25 * edge, gap), color=style_of[r['model']]['color'], height=0.6)
-        if abs(gap) > 1.2 * edge:
-            axes.annotate(f'off the scale: {gap:+.2f} \N{RIGHTWARDS ARROW}', (1.25 * edge, y), (-5, 0), va='center',
-                          ha='right', textcoords='offset points', color='white', weight='bold')
-            continue
-        if low is not None:
-            axes.errorbar(gap, y, xerr=[[gap - low], [high - gap]], color='black', capsize=3, linewidth=1)
-        axes.annotate(f'{gap:+.2f}', (max(0, high or gap), y), (5, 0), textcoords='offset points', va='center')
+    bars = axes.barh(labels, [r['minus_first'] for r in shown], 0.6, capsize=3,
+                     xerr=errors(shown, 'minus_first', 'its_low', 'its_high'), color=[*map(color_of.get, labels)])
+    axes.bar_label(bars, fmt='{:+.2f}', padding=5)
     axes.axvline(0, color='black', linewidth=1)
-    axes.set_yticks(range(len(shown)), [r['model'] for r in shown])
-    axes.set(xlabel=f"loss minus Standard's, {unit}, equal training FLOPs (negative is better; 95% intervals)",
-             xlim=(-1.3 * max(0, *(-r['minus_first'] for r in shown)), 1.25 * edge))
+    axes.set_xlabel(f"loss minus Standard's, {unit}, equal training FLOPs (negative is better; 95% intervals)")
+    axes.margins(x=0.12)
     axes.grid(False, axis='y')
     return figure
 
@@ -283,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
         labels = {name: side.label for name, side in sides(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)
-        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, s)
+        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels})
         rows = table(labels, runs, decoded)
         unit = 'nats per byte' if data.tokenizer == 'byte' else 'nats per token'
         text = markdown(rows, s)

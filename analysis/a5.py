@@ -13,7 +13,6 @@ from analysis.runs import curves_of, spread, usable_runs
 from common.files import UserError
 from common.machine import Device, pick_device
 from common.runs import load_run
-from common.settings import check_ranges
 from data import open_data
 from data.a5 import Task
 from data.tasks import make_task, task_class
@@ -27,9 +26,6 @@ class Settings(figures.Settings):
     words: int = 10_000  # number of held-out words, the same for all runs (paper: about 100,000)
     batch_size: int = 1000  # words evaluated at a time
     device: Device = 'auto'  # auto, cuda, cpu or mps
-
-    def __post_init__(self):
-        check_ranges(self, length=1, words=1, batch_size=1)
 
 
 def trained_length(run) -> int:

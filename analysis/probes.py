@@ -19,7 +19,6 @@ from analysis.runs import curves_of, spread, usable_runs
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.run_settings import check_windows
-from common.settings import check_ranges
 from data.shards import Data
 from train import make_optimizer
 
@@ -31,9 +30,6 @@ class Settings(figures.ModelSettings):
     learning_rate: float | None = None  # learning rate of the probes; None: the run's
     eval_tokens: int = 1_000_000  # validation tokens to evaluate the probes on, or all if there are fewer
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
-
-    def __post_init__(self):
-        check_ranges(self, offsets=1, steps=1, learning_rate=0, eval_tokens=1)
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:

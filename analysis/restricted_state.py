@@ -35,7 +35,7 @@ class Settings(figures.ModelSettings):
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
 
-def restricted(model, omega: int, run='the model'):
+def restricted(model, omega: int):
     """Return M_omega: a model with the same weights and a persistent window of omega.
 
     Raises UserError if the model has no such window, or a window of omega or less.
@@ -43,11 +43,11 @@ def restricted(model, omega: int, run='the model'):
     config = model.config
     name = getattr(config, 'state_window', None)
     if name is None:
-        raise UserError(f'{run} is a {type(model).__module__}, whose state has no window (Config.state_window): '
-                        'expected a run of sps, standard or context_ready')
+        raise UserError(f'{type(model).__module__} has a state without a window (Config.state_window): expected a run '
+                        'of sps, standard or context_ready')
     trained = getattr(config, name)
     if trained is not None and trained <= omega:
-        raise UserError(f'{run} was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '
+        raise UserError(f'the model was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '
                         'smaller omega')
     narrow = type(model)(replace(config, **{name: omega}))
     narrow.load_state_dict(model.state_dict())
@@ -67,7 +67,7 @@ def nll_by_position(model, windows, s: Settings):
 def measure(run, s: Settings):
     """Return (nll of M, nll of M_omega, n_documents), nll (T,) float64 averaged over documents."""
     model, data = figures.load(run, s)
-    narrow = restricted(model, s.omega, run)
+    narrow = restricted(model, s.omega)
     documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, whole, cut = make_progress(), 0, 0
     for start in range(0, len(documents), s.batch_size):

@@ -127,7 +127,7 @@ def test_unsupported_models_give_a_clear_error():
     for model in (make('context_ready', K=2, block='llama'), make('gpn', n_head=0)):
         with pytest.raises(UserError, match='expected a run of standard, sps or nextlat'):
             gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
-    for model, sentence in ((make('nextlat'), 'no window'), (make('standard', window=3), 'window = 3')):
+    for model, sentence in ((make('nextlat'), 'without a window'), (make('standard', window=3), 'window = 3')):
         with pytest.raises(UserError, match=sentence):
             restricted_state.restricted(model, 3)
 

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -31,7 +32,6 @@ STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
 class Settings(figures.ModelSettings):
     batches: int = 8  # batches of validation windows, between which the mean direction is compared
     batch_size: int | None = None  # windows per batch; None: 16k states in total, as in the paper
-    block_size: int | None = None  # tokens per window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens to count the unigram distribution on
 
 
@@ -107,13 +107,8 @@ def retention(log_decay, lags):
 
 def lifetime(curve, lags):
     """Return the lag at which retention falls to 1/e, interpolated exponentially, or infinity."""
-    logs = curve.clamp(min=1e-300).log().tolist()
-    below = [i for i, left in enumerate(logs) if left <= -1]
-    if not below:
-        return inf
-    i = below[0]
-    start, high = (0, 0.0) if i == 0 else (lags[i - 1], logs[i - 1])
-    return start + (lags[i] - start) * (high + 1) / (high - logs[i])
+    decayed = -curve.clamp(min=1e-300).log()
+    return float(np.interp(1, [0, *decayed.tolist()], [0, *lags], right=inf))
 
 
 def pools(lives):
@@ -268,12 +263,12 @@ def rows_of(run, s: Settings):
     if model.config.eos_id is not None:
         raise UserError(f'{run} starts each document with an empty state: expected a run with --mask_documents=False')
     device = model.fuse.weight.device
-    T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
+    T = getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
     n_windows, batch_size = data.n_rows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
     wanted = s.batches * batch_size
     if n_windows < wanted:
         raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
-                        f'batches of {batch_size}: lower batches, batch_size or block_size')
+                        f'batches of {batch_size}: lower batches or batch_size')
     batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
                for i in range(0, wanted, batch_size)]
     counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))

@@ -9,7 +9,7 @@ Writes NAME.csv and NAME.png: accuracy over position for each configuration, ave
 from dataclasses import dataclass
 
 from analysis import figures
-from analysis.runs import curves_of, spread, usable_runs
+from analysis.runs import curves_of, finished, spread
 from common.files import UserError
 from common.machine import Device, pick_device
 from common.runs import load_run
@@ -40,7 +40,7 @@ def measure(runs: list, s: Settings) -> list[dict]:
     """Return the CSV rows, without labels, for runs that differ only in the seed."""
     length, device = trained_length(runs[0]), pick_device(s.device)
     data = open_data(f'a5:length={s.length},val_rows={s.words}')
-    trained = [load_run(run.folder, device, code=s.code, model=s.model)[0] for run in usable_runs(runs)]
+    trained = [load_run(run.folder, device, code=s.code, model=s.model)[0] for run in finished(runs)]
     found = [data.score(model, device, s.batch_size) for model in trained]
     return [{'who': who, 'trained': length, 'position': t}
             | spread([scores[f'{score}_{t}'] for scores in found])

@@ -25,7 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import curves_of, long_documents, usable_runs
+from analysis.runs import curves_of, finished, long_documents
 from common.files import UserError
 from common.machine import DType, make_progress
 
@@ -196,7 +196,7 @@ def measure(run, s: Settings):
 
 def table(runs: list, s: Settings) -> list[dict]:
     """Return CSV rows of runs that differ only in the seed: means, and the settings."""
-    measured = [measure(run, s) for run in usable_runs(runs)]
+    measured = [measure(run, s) for run in finished(runs)]
     means = sum(mean for mean, _ in measured) / len(measured)
     used = {'runs': len(measured), 'documents': measured[0][1], **{name: getattr(s, name) for name in IN_CSV}}
     rows = []

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import curves_of, spread, usable_runs
+from analysis.runs import curves_of, finished, spread
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.run_settings import check_windows
@@ -128,7 +128,7 @@ def plot(rows: list[dict]):
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
+    measured = curves_of(runs, lambda own: [measure(run, s) for run in finished(own)], labels=s.labels)
     rows = table(measured)
     figures.show([row for row in rows if row['offset'] in (1, s.offsets)], 'label', 'offset', 'mean', 'difference')
     return {'.csv': rows, '.png': plot(rows)}

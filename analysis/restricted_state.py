@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from analysis import figures
-from analysis.runs import curves_of, long_documents, usable_runs
+from analysis.runs import curves_of, finished, long_documents
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.scoring import target_log_probs
@@ -80,7 +80,7 @@ def measure(run, s: Settings):
 
 def table(runs: list, s: Settings) -> list[dict]:
     """Return CSV rows of runs that differ only in the seed: means, and the settings."""
-    *sums, documents = zip(*(measure(run, s) for run in usable_runs(runs)))
+    *sums, documents = zip(*(measure(run, s) for run in finished(runs)))
     whole, cut = (sum(parts) / len(parts) for parts in sums)
     seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes
     extra = (cut - whole)[seen:].tolist()

@@ -269,13 +269,11 @@ def one_per_seed(runs: list[Run], value_of: Callable) -> dict:
 
 
 def finished(runs: list[Run]) -> list[Run]:
-    """Return the finished runs, one per seed, of runs that differ only in the seed."""
-    return list(one_per_seed(runs, Run.final_loss))
+    """Return the finished runs, one per seed, of runs that differ only in the seed.
 
-
-def usable_runs(runs: list[Run]) -> list[Run]:
-    """Return the `finished` runs, or all runs if none has a training log (imported models)."""
-    return finished(runs) if any(run.log for run in runs) else runs
+    Returns all runs if none has a training log (imported models).
+    """
+    return list(one_per_seed(runs, Run.final_loss)) if any(run.log for run in runs) else runs
 
 
 def spread(values: Sequence[float]) -> dict:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from analysis import figures
-from analysis.runs import curve, curves_of, short_number, usable_runs
+from analysis.runs import curve, curves_of, finished, short_number
 from bench import FAMILY, RESULTS
 from common.files import ROOT, UserError, read_json
 from common.models import make_config
@@ -72,7 +72,7 @@ def inference_of(run, measured: list[dict]) -> dict[str, float]:
 
 def own_row(runs: list, columns: list[str], measured: list[dict]) -> dict[str, float]:
     """Return {column: mean over finished seeds}. measured: rows of bench.inference."""
-    is_logged, runs = any(run.log for run in runs), usable_runs(runs)
+    is_logged, runs = any(run.log for run in runs), finished(runs)
     row = {'seeds': len(runs), 'parameters': runs[0].parameters} | state_size(runs[0])
     if is_logged:
         end = curve(runs)[-1]

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from analysis.runs import Run, grouped, map_readable
+from analysis.runs import Run, group_by, map_readable
 from common.files import UserError, friendly_errors, write_file
 from common.machine import Device, pick_device, pick_dtype
 from common.models import add_file
@@ -169,7 +169,7 @@ def labeled(curves: dict[str, list[dict]]) -> list[dict]:
 
 def by_label(rows: list[dict]) -> dict[str, list[dict]]:
     """Group rows by their label: {label: rows}."""
-    return grouped(rows, lambda row: row['label'])
+    return group_by(rows, lambda row: row['label'])
 
 
 # ---- plots ----

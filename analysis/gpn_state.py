@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import grouped, named
+from analysis.runs import group_by, named
 from common.files import UserError
 from data.tokenizers import load_tokenizer
 
@@ -239,12 +239,12 @@ PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
 
 def plot(rows, name='a GPN'):
     """Draw one panel for each part of PANELS that rows have."""
-    by_part = grouped(rows, lambda row: row[0])
+    by_part = group_by(rows, lambda row: row[0])
     parts = [part for part in PANELS if part in by_part]
     figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
     for ax, part in zip(axes, parts):
         title, x_label, y_label, scale = PANELS[part]
-        for name, own in grouped(by_part[part], lambda row: row[1]).items():
+        for name, own in group_by(by_part[part], lambda row: row[1]).items():
             places, values = zip(*(row[2:] for row in own))
             if part == 'perplexity':
                 ax.barh(name, values, color='C0')

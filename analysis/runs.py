@@ -172,7 +172,7 @@ def group(runs: list[Run], ignored: Set[str] = frozenset(), labels: str | None =
     `figures.Settings`.
     """
     settings = differences(runs, ignored)
-    members = list(grouped(runs, lambda run: repr(settings[run])).values())
+    members = list(group_by(runs, lambda run: repr(settings[run])).values())
     configs = [{key: setting_label(key, value) for key, value in settings[own[0]].items()} for own in members]
     parts = [()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
@@ -189,7 +189,7 @@ def group(runs: list[Run], ignored: Set[str] = frozenset(), labels: str | None =
     return dict(zip(names, members))
 
 
-def grouped(items: Iterable, key_of: Callable) -> dict:
+def group_by(items: Iterable, key_of: Callable) -> dict:
     """Return {key: items with key_of(item) == key}, in the order of the items."""
     found = {}
     for item in items:

@@ -12,7 +12,7 @@ score) has a group of bars, one per configuration: the path-star figure of the N
 from dataclasses import dataclass
 
 from analysis import figures
-from analysis.runs import curve, curves_of, finished, grouped, holds_from
+from analysis.runs import curve, curves_of, finished, group_by, holds_from
 from common.files import UserError
 from data.pointer_chasing import SOLVED
 
@@ -77,7 +77,7 @@ def main(runs: list, s: Settings) -> dict:
         own = finished(own) if s.bars else own  # unfinished runs have no final score
         return {name: curve(own, name) for name in score_names(own[0], s.scores)}
     rows, ends = [], []
-    for data, part in grouped(runs, lambda run: run.record['settings']['data'] if s.bars else None).items():
+    for data, part in group_by(runs, lambda run: run.record['settings']['data'] if s.bars else None).items():
         for label, scores in curves_of(part, scores_of, labels=s.labels).items():
             for name, points in scores.items():
                 line = ({'data': data} if s.bars else {}) | {'label': label, 'score': name}

@@ -22,7 +22,7 @@ import torch
 
 from analysis import compare, figures
 from analysis.compare import Method, set_best_rates, train_seeds
-from analysis.runs import Run, grouped
+from analysis.runs import Run, group_by
 from bench import decoding_speeds, one_line, where_and_when
 from common.files import UserError, friendly_errors
 from common.machine import decoding_dtype, pick_device
@@ -234,7 +234,7 @@ def plot(rows: list[dict], unit: str):
     figure, all_axes = figures.new_figure('', 3, (8.3 / 3, 4.6), sharey=True)
     top = highest_shown(at_equal_flops)
     for axes, (shown, xlabel, title, x_of) in zip(all_axes, panels):
-        for label, of_model in grouped(shown, lambda r: r['model']).items():
+        for label, of_model in group_by(shown, lambda r: r['model']).items():
             of_model.sort(key=x_of)
             axes.errorbar([x_of(r) for r in of_model], [r['loss'] for r in of_model],
                           errors(of_model, 'loss', 'low', 'high'), marker='o', markersize=4, capsize=3, linewidth=1,

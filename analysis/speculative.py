@@ -25,7 +25,7 @@ from math import inf
 from pathlib import Path
 
 from analysis import figures
-from analysis.runs import grouped, long_documents, named
+from analysis.runs import group_by, long_documents, named
 from common.decoding import generate
 from common.files import UserError
 from common.interface import load_draft
@@ -109,23 +109,26 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 
 # ---- results ----
 
-def summary(rows: list[dict]) -> list[dict]:
-    """Return the rows of NAME.md from those of NAME.csv, a row per run and data folder."""
+def summary(rows: list[dict], names: dict[str, str]) -> list[dict]:
+    """Return the rows of NAME.md, per run and data folder, from those of NAME.csv.
+
+    names: {run folder: label}.
+    """
     found = []
-    for (run, data), own in grouped(rows, SIDE).items():
+    for (run, data), own in group_by(rows, SIDE).items():
         fixed = [row for row in own if row['draft_len'] != 'auto']
         best = max([row for row in fixed if row['draft_len'] > 1] or fixed or own, key=lambda row: row['speedup'])
         auto = [f'{row["speedup"]:.2f}' for row in own if row['draft_len'] == 'auto']
-        found.append({'run': run, 'data': data, 'speed-up': f'{best["speedup"]:.2f}',
+        found.append({'run': names[run], 'data': data, 'speed-up': f'{best["speedup"]:.2f}',
                       'accepted': f'{best["accepted"]:.2f}', 'length': best['draft_len'], 'auto': ''.join(auto)})
     return found
 
 
-def plot(rows: list[dict]):
+def plot(rows: list[dict], names: dict[str, str]):
     """Draw speed-up and cumulative acceptance: a line per run and folder."""
     figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 2, (6, 4))
-    for i, ((run, data), own) in enumerate(grouped(rows, SIDE).items()):
-        style = dict(color=f'C{i}', label=f'{run}, {Path(data).name}', marker='o')
+    for i, ((run, data), own) in enumerate(group_by(rows, SIDE).items()):
+        style = dict(color=f'C{i}', label=f'{names[run]}, {Path(data).name}', marker='o')
         speedups = {row['draft_len']: row['speedup'] for row in own}
         if 'auto' in speedups:
             left.axhline(speedups.pop('auto'), color=f'C{i}', linestyle='--')
@@ -142,18 +145,19 @@ def plot(rows: list[dict]):
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
     init_distributed('gloo')
-    device, rows, names = local_device(s.device), [], named(runs, s.labels)
+    device, rows = local_device(s.device), []
+    names = {run.folder: label for run, label in named(runs, s.labels).items()}
     dtype = decoding_dtype(s.dtype, device.type)
     for run in runs:
         model, record = load_run(run.folder, device, dtype, s.code, s.model)
         draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
         for data in s.data or [record['settings']['data']]:
             prompts = read_prompts(record, data, s)
-            rows += [{'run': names[run], 'data': data} | row for row in compare_lengths(model, draft, prompts, s)]
+            rows += [{'run': run.folder, 'data': data} | row for row in compare_lengths(model, draft, prompts, s)]
     if rank() > 0:
         return {}
     figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')
-    return {'.csv': rows, '.md': figures.markdown_table(summary(rows)) + '\n', '.png': plot(rows)}
+    return {'.csv': rows, '.md': figures.markdown_table(summary(rows, names)) + '\n', '.png': plot(rows, names)}
 
 
 if __name__ == '__main__':

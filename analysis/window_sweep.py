@@ -6,12 +6,12 @@ Runs that differ only in `window` and the seed form a line. Models with a single
 Standard, are drawn as a horizontal line. Writes NAME.png and NAME.csv.
 """
 from analysis import figures
-from analysis.runs import curves_of, finished, grouped, map_readable, spread
+from analysis.runs import curves_of, finished, group_by, map_readable, spread
 
 
 def sweep(runs: list) -> list[dict]:
     """Return {'window', **spread of final losses} per window, ascending; 'all': no window."""
-    by_window = grouped(runs, lambda run: getattr(run.config, 'window', None))
+    by_window = group_by(runs, lambda run: getattr(run.config, 'window', None))
     found = map_readable(by_window, lambda window: finished(by_window[window]))
     return sorted([{'window': 'all' if window is None else str(window)} | spread([run.final_loss() for run in own])
                    for window, own in found.items()], key=in_order)

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from analysis import claims
 from analysis.figures import by_label, mean_and_interval, paired_gaps, read_csv
-from analysis.runs import grouped
+from analysis.runs import group_by
 
 RESULTS = ROOT / 'bench/results'
 SPS = {'SPS': 'sps', '2x Memory': 'two_x_memory', 'Delayed State': 'delayed_state', 'Reverse SPS': 'reverse_sps'}
@@ -74,7 +74,7 @@ def at(points, tokens):
 def drafts():
     """Return {model: [(of one token, of the best length), ...]}: (speed-up, accepted, length)."""
     fixed, found = [row for row in read_csv(RESULTS / 'domains_small.csv') if row['draft_len'] != 'auto'], {}
-    for (run, _), own in grouped(fixed, itemgetter('run', 'data')).items():
+    for (run, _), own in group_by(fixed, itemgetter('run', 'data')).items():
         cells = [(float(row['speedup']), float(row['accepted']), row['draft_len']) for row in own]
         found.setdefault(run.removeprefix('out/domains_'), []).append((cells[0], max(cells)))
     return found
@@ -120,7 +120,7 @@ def check_tests(page):
 
 def check_eight_models(page):
     found = {model: {row['equal']: row for row in own}
-             for model, own in grouped(read_csv(RESULTS / 'shootout_64.csv'), itemgetter('model')).items()}
+             for model, own in group_by(read_csv(RESULTS / 'shootout_64.csv'), itemgetter('model')).items()}
     budgets = ('tokens', 'training FLOPs', 'wall time')
     for model, of_budget in found.items():
         losses = [of_budget[budget] for budget in budgets]
@@ -390,5 +390,5 @@ def test_speeds_of_the_models_follow_from_the_files():
                  'memory', *costs)
     found = [row for row in measured('speculative_auto_epyc_cpu.json')['rows'] if row['auto_confidence'] == 0.02]
     means = [statistics.mean(row['auto_over_best_fixed'] for row in of_text)
-             for of_text in grouped(found, itemgetter('text', 'temperature')).values()]
+             for of_text in group_by(found, itemgetter('text', 'temperature')).values()]
     nextlat.says('`auto` is {:.2f} to {:.2f} times as fast as the best fixed length', min(means), max(means))

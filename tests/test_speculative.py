@@ -251,9 +251,9 @@ def test_prompts_are_document_beginnings(runs, tiny_data):
 
 def test_the_summary_has_the_best_fixed_length_and_auto():
     values = (1, 1.6, 0.9), (2, 1.5, 1.2), (3, 1.25, 1.4), ('auto', 1.75, 2.0)
-    rows = [dict(zip(('run', 'data', 'draft_len', 'speedup', 'accepted'), ('a', data, *row)))
+    rows = [dict(zip(('run', 'data', 'draft_len', 'speedup', 'accepted'), ('out/a', data, *row)))
             for data, own in (('x/wiki', values), ('y/wiki', values[:1])) for row in own]
-    assert [[*row.values()] for row in summary(rows)] == [
+    assert [[*row.values()] for row in summary(rows, {'out/a': 'a'})] == [
         ['a', 'x/wiki', '1.50', '1.20', 2, '1.75'], ['a', 'y/wiki', '1.60', '0.90', 1, '']]
 
 

@@ -9,11 +9,10 @@ Writes NAME.csv and NAME.png: accuracy over position for each configuration, ave
 from dataclasses import dataclass
 
 from analysis import figures
-from analysis.runs import curves_of, spread, usable_runs
+from analysis.runs import curves_of, finished, spread
 from common.files import UserError
 from common.machine import Device, pick_device
 from common.runs import load_run
-from common.settings import check_ranges
 from data import open_data
 from data.a5 import Task
 from data.tasks import make_task, task_class
@@ -28,9 +27,6 @@ class Settings(figures.Settings):
     batch_size: int = 1000  # words evaluated at a time
     device: Device = 'auto'  # auto, cuda, cpu or mps
 
-    def __post_init__(self):
-        check_ranges(self, length=1, words=1, batch_size=1)
-
 
 def trained_length(run) -> int:
     """Return the word length that a run was trained on. Raises UserError for runs on other data."""
@@ -44,7 +40,7 @@ def measure(runs: list, s: Settings) -> list[dict]:
     """Return the CSV rows, without labels, for runs that differ only in the seed."""
     length, device = trained_length(runs[0]), pick_device(s.device)
     data = open_data(f'a5:length={s.length},val_rows={s.words}')
-    trained = [load_run(run.folder, device, code=s.code, model=s.model)[0] for run in usable_runs(runs)]
+    trained = [load_run(run.folder, device, code=s.code, model=s.model)[0] for run in finished(runs)]
     found = [data.score(model, device, s.batch_size) for model in trained]
     return [{'who': who, 'trained': length, 'position': t}
             | spread([scores[f'{score}_{t}'] for scores in found])

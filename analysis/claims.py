@@ -24,7 +24,7 @@ import torch
 from analysis import context_ready, figures, gpn_state, gradient_flow, probes
 from analysis.compare import Method, set_best_rates, train_seeds
 from analysis.figures import read_csv
-from analysis.runs import Run
+from analysis.runs import Run, map_readable
 from analysis.scores import score_names
 from bench import RESULTS, one_line, where_and_when
 from common.files import UserError, friendly_errors
@@ -162,9 +162,9 @@ def judge(ours: list[float], other: list[float], direction: str, margin: float) 
     """Compare one number per seed on each side, or with a fixed number. Return result columns."""
     from scipy.stats import ttest_1samp
     sign, gaps = {'lower': 1, 'higher': -1}[direction], figures.paired_gaps(ours, other)
-    difference, (low, high) = statistics.mean(gaps), figures.interval(gaps)
-    return {'difference': difference, 'low': low, 'high': high, 'sd': statistics.stdev(gaps),
-            'agrees': sign * difference < margin, 'p': ttest_1samp([sign * x - margin for x in gaps], 0).pvalue}
+    found = figures.mean_and_interval(gaps, 'difference', 'low', 'high')
+    return found | {'sd': statistics.stdev(gaps), 'agrees': sign * found['difference'] < margin,
+                    'p': ttest_1samp([sign * x - margin for x in gaps], 0).pvalue}
 
 
 def holm(p_values: list[float], n: int) -> list[float]:
@@ -196,14 +196,12 @@ def add_verdicts(rows: list[dict]) -> dict[str, dict]:
 # ---- the tables ----
 
 def comparison_row(side: str) -> dict[str, str]:
-    """Return the row of a side `FILE: MODEL` of a claim."""
+    """Return the row of a side `FILE: MODEL` of a claim. UserError if it has not been run."""
     file, _, model = side.partition(': ')
-    return next(row for row in read_csv(RESULTS / file) if row['model'] == model)
-
-
-def has_runs(c: Claim) -> bool:
-    """Return False for a claim about a comparison that has not been run."""
-    return c.ours in RUNS or (RESULTS / c.ours.partition(': ')[0]).exists()
+    for row in read_csv(RESULTS / file) if (RESULTS / file).exists() else []:
+        if row['model'] == model:
+            return row
+    raise UserError(f'bench/results/{file} has no model {model} yet (see trials.md there)')
 
 
 def make_row(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
@@ -278,14 +276,16 @@ def measured(side: str | float, statistic: str, runs: dict[str, list[Run]]) -> t
 
 
 def measured_rows(claims: list[Claim], folders: dict[str, list[Path]]) -> dict[str, dict]:
-    """Return {name: `make_row`} of claims whose runs are trained."""
+    """Return {name: `make_row`} of claims whose runs are trained. Others are left out."""
     runs = {name: [*map(Run, of_seeds)] for name, of_seeds in folders.items()}
-    rows, where = {}, one_line(where_and_when())
-    for c in claims:
+    by_name, where = {c.name: c for c in claims}, one_line(where_and_when())
+
+    def measured_row(name):
+        c = by_name[name]
         (ours, *our_costs), (other, *other_costs) = (measured(side, c.statistic, runs) for side in (c.ours, c.other))
         costs = dict(zip(COSTS, (*our_costs, *other_costs, where if c.ours in RUNS else '')))
-        rows[c.name] = make_row(c, ours, other, costs)
-    return rows
+        return make_row(c, ours, other, costs)
+    return map_readable(by_name, measured_row)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -293,19 +293,12 @@ def main(argv: list[str] | None = None) -> None:
         s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'unexpected {positional[0]!r}: python -m analysis.claims --out_dir=NEW')
-        out, chosen = Path(s.out_dir), select_claims(s.only)
+        out, claims = Path(s.out_dir), select_claims(s.only)
         if s.list:
-            for c in chosen:
+            for c in claims:
                 print(f'{c.name}: {c.says} ({c.paper}, {c.section}: {c.number})\n    {c.statistic}: {c.ours}, '
                       f'{c.direction}, compared with {c.other}; {"tested" if c.tested else "described"}')
             return
-        claims = [c for c in chosen if has_runs(c)]
-        missing = sorted({c.ours.partition(': ')[0] for c in chosen if c not in claims})
-        where = f'bench/results has no comparison {" or ".join(missing)} yet (see trials.md there)'
-        if not claims:
-            raise UserError(f'no runs for {s.only}: {where}')
-        if missing:
-            print(f'some claims are left out: {where}')
         out.mkdir(parents=True, exist_ok=True)
         runs = train(s, claims, out)
         torch.set_num_threads(1)

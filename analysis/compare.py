@@ -70,16 +70,11 @@ def check_same(folder: Path, args: list[str]) -> None:
         raise UserError(f'{folder} was trained on data other than {wanted.data}: give another --out_dir')
 
 
-def one_dtype(device: str = 'auto') -> str:
-    """Return one dtype for all models. With `--dtype=auto` it would depend on model size."""
-    return str(pick_dtype('auto', pick_device(device), False)).removeprefix('torch.')
-
-
-def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False) -> None:
+def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     """Train {run folder: arguments of train.py}, `jobs` at a time, with one thread each.
 
-    Skips finished runs and resumes interrupted ones. Raises UserError if a run fails, diverges
-    (unless `may_diverge`) or, before training starts, if a folder has a run with other settings.
+    Skips finished runs and resumes interrupted ones. A run that diverges gets a file DIVERGED.
+    Raises UserError if a run fails or, before training, if a folder has a run with other settings.
     """
     todo = {folder: args for folder, args in cells.items() if loss_of(folder) is None}
     for folder, args in cells.items():
@@ -103,10 +98,6 @@ def train_all(cells: dict[Path, list[str]], jobs: int, may_diverge: bool = False
             print(f'{i}/{len(todo)}  {folder.name}: {loss_of(folder):.4f}', flush=True)
     finally:
         pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C no further run starts
-    for folder in cells if not may_diverge else []:
-        if loss_of(folder) == inf:
-            raise UserError(f'{folder} diverged, at the best learning rate of seed 0: '
-                            + (folder / DIVERGED).read_text().strip())
 
 
 @dataclass
@@ -119,6 +110,10 @@ class Method:
     def __post_init__(self):
         self.settings, *_ = load_settings(TrainSettings, self.args, config_class)
         self.rate = self.rate or self.settings.learning_rate
+        if self.settings.dtype == 'auto':  # in train.py, auto depends on the model's size
+            dtype = pick_dtype('auto', pick_device(self.settings.device), big_enough=False)
+            self.settings.dtype = str(dtype).removeprefix('torch.')
+            self.args = [*self.args, f'--dtype={self.settings.dtype}']
 
     def run(self, rate: float, seed: int) -> tuple[Path, list[str]]:
         """Return a run's folder and arguments. Seed 0, for choosing the rate, has fewer tokens."""
@@ -137,7 +132,7 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
     wanted = {name: [method.rate / STEP, method.rate, method.rate * STEP] for name, method in methods.items()}
     while any(wanted.values()):
         cells = {(name, rate): methods[name].run(rate, 0) for name, rates in wanted.items() for rate in rates}
-        train_all(dict(cells.values()), jobs, may_diverge=True)
+        train_all(dict(cells.values()), jobs)
         for (name, rate), (folder, _) in cells.items():
             losses[name][rate] = loss_of(folder)
         for name, of_rate in losses.items():
@@ -153,11 +148,19 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> None:
 
 
 def train_seeds(methods: dict[object, Method], seeds: int, jobs: int) -> dict[object, list[Path]]:
-    """Train each method at its rate with seeds 1 to `seeds`. Returns {method: run folders}."""
-    cells = {name: dict(method.run(method.rate, seed) for seed in range(1, seeds + 1))
-             for name, method in methods.items()}
-    train_all({folder: args for runs in cells.values() for folder, args in runs.items()}, jobs)
-    return {name: list(runs) for name, runs in cells.items()}
+    """Train each method at its rate with seeds 1 to `seeds`. Returns {method: run folders}.
+
+    Raises UserError if a run diverges.
+    """
+    runs = {name: dict(method.run(method.rate, seed) for seed in range(1, seeds + 1))
+            for name, method in methods.items()}
+    cells = {folder: args for of_method in runs.values() for folder, args in of_method.items()}
+    train_all(cells, jobs)
+    for folder in cells:
+        if loss_of(folder) == inf:
+            raise UserError(f'{folder} diverged, at the best learning rate of seed 0: '
+                            + (folder / DIVERGED).read_text().strip())
+    return {name: list(of_method) for name, of_method in runs.items()}
 
 
 def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
@@ -171,10 +174,7 @@ def read_methods(s: Settings, arguments: list[str]) -> dict[str, Method]:
                             "'NAME: CONFIG --setting=value ...', with distinct names")
         args = shlex.split(command)
         args += [f'--{key}={value}' for key in ('data', 'max_tokens') if (value := getattr(s, key)) is not None]
-        methods[name] = method = Method(args, prefix, share=s.share)
-        if method.settings.dtype == 'auto':
-            method.settings.dtype = one_dtype(method.settings.device)
-            args.append(f'--dtype={method.settings.dtype}')
+        methods[name] = Method(args, prefix, share=s.share)
     if not methods:
         raise UserError('which models? python -m analysis.compare "NAME: CONFIG" "NAME: CONFIG" ...')
     (first, reference), *others = methods.items()
@@ -192,35 +192,37 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
     Size, state, FLOPs and speed are from the first seed.
     """
     losses = {name: [Run(folder).final_loss() for folder in folders] for name, folders in runs.items()}
-    reference, *_ = losses.values()
+    (first, reference), *_ = losses.items()
     rows = []
     for name, values in losses.items():
-        run, loss, (low, high) = Run(runs[name][0]), statistics.mean(values), figures.interval(values)
-        model, tokens, has_cache = run.model, run.settings.max_tokens, getattr(run.model, 'new_cache', None)
-        row = {'model': name, 'parameters': run.parameters,
-               'state_bytes': model.new_cache(1, run.settings.block_size).nbytes if has_cache else None,
-               'lr': run.settings.learning_rate, 'tokens': tokens,
-               'flops': (run.flops_per_token or 0) * tokens or None, 'tokens_per_s': run.median('tokens_per_s'),
-               'seeds': len(values), 'loss': loss, 'low': low, 'high': high, 'perplexity': perplexity(loss),
-               **dict.fromkeys(['minus_first', 'its_low', 'its_high']), 'losses': ' '.join(map(repr, values))}
-        if values is not reference:
-            gaps = figures.paired_gaps(values, reference)
-            row['minus_first'], (row['its_low'], row['its_high']) = statistics.mean(gaps), figures.interval(gaps)
-        rows.append(row)
+        run, columns = Run(runs[name][0]), ('minus_first', 'its_low', 'its_high')
+        tokens, has_cache = run.settings.max_tokens, getattr(run.model, 'new_cache', None)
+        gap = figures.mean_and_interval(figures.paired_gaps(values, reference), *columns)
+        rows.append({
+            'model': name, 'parameters': run.parameters,
+            'state_bytes': run.model.new_cache(1, run.settings.block_size).nbytes if has_cache else None,
+            'lr': run.settings.learning_rate, 'tokens': tokens,
+            'flops': (run.flops_per_token or 0) * tokens or None, 'tokens_per_s': run.median('tokens_per_s'),
+            'seeds': len(values), **figures.mean_and_interval(values, 'loss', 'low', 'high'),
+            'perplexity': perplexity(statistics.mean(values)),
+            **(dict.fromkeys(columns) if name == first else gap), 'losses': ' '.join(map(repr, values))})
     return rows
 
 
 def loss_table(rows: list[dict]) -> str:
     """Format the rows of `table` in Markdown. Differences are left out if there is one model."""
-    found = [{
-        'model': r['model'], 'parameters': f'{r["parameters"]:,}',
-        'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
-        'tokens': f'{r["tokens"]:,}', 'FLOPs': '' if r['flops'] is None else f'{r["flops"]:.3g}',
-        'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}',
-        '95%': figures.interval_text(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}',
-        f'minus {rows[0]["model"]}': '' if r['minus_first'] is None else f'{r["minus_first"]:+.4f}',
-        '95% of that': figures.interval_text(r['its_low'], r['its_high'], '+')} for r in rows]
-    return figures.markdown_table(found if len(rows) > 1 else [dict([*found[0].items()][:-2])])
+    found = []
+    for r in rows:
+        found.append({
+            'model': r['model'], 'parameters': f'{r["parameters"]:,}',
+            'bytes of state': '' if r['state_bytes'] is None else f'{r["state_bytes"]:,}', 'lr': f'{r["lr"]:.2g}',
+            'tokens': f'{r["tokens"]:,}', 'FLOPs': '' if r['flops'] is None else f'{r["flops"]:.3g}',
+            'tokens/s': f'{r["tokens_per_s"]:,.0f}', 'seeds': r['seeds'], 'loss': f'{r["loss"]:.4f}',
+            '95%': figures.interval_text(r['low'], r['high']), 'perplexity': f'{r["perplexity"]:.3f}'})
+        if r['minus_first'] is not None:  # not the first, whose cells are empty
+            found[-1] |= {f'minus {rows[0]["model"]}': f'{r["minus_first"]:+.4f}',
+                          '95% of that': figures.interval_text(r['its_low'], r['its_high'], '+')}
+    return figures.markdown_table(found)
 
 
 def main(argv: list[str] | None = None) -> None:

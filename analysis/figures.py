@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from analysis.runs import Run, map_readable
+from analysis.runs import Run, group_by, map_readable
 from common.files import UserError, friendly_errors, write_file
 from common.machine import Device, pick_device, pick_dtype
 from common.models import add_file
 from common.runs import load_run, run_data
-from common.settings import load_settings
+from common.settings import check_ranges, load_settings
 
 BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of `draw` with bands
 
@@ -27,6 +27,10 @@ class Settings:
     model: str | None = None  # path of the model's file, if it is not in this repository
     labels: str | None = None  # 'A,B': names of the groups of runs, as they come; None: the settings that differ
     code: Literal['run'] | None = None  # run: the model's code as stored in the run, not as it is now
+
+    def __post_init__(self):
+        """Raise UserError for a whole number below 1: all of them are counts and sizes."""
+        check_ranges(self, **{name: 1 for name, value in vars(self).items() if type(value) is int})
 
 
 @dataclass
@@ -83,12 +87,16 @@ def autocast(dtype: str, device: torch.device):
 
 # ---- intervals ----
 
-def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95% interval of the mean by Student's t, (None, None) if all are equal."""
-    if len(set(values)) < 2:
-        return None, None
-    from scipy import stats
-    return stats.t.interval(0.95, len(values) - 1, statistics.mean(values), stats.sem(values))
+def mean_and_interval(values: Sequence[float], *names: str) -> dict[str, float | None]:
+    """Return {'mean', 'low', 'high'}: the mean and its 95% interval by Student's t.
+
+    The ends are None if all values are equal. names: others for these three.
+    """
+    mean, ends = statistics.mean(values), (None, None)
+    if len(set(values)) > 1:
+        from scipy import stats
+        ends = stats.t.interval(0.95, len(values) - 1, mean, stats.sem(values))
+    return dict(zip(names or ('mean', 'low', 'high'), (mean, *ends)))
 
 
 def paired_gaps(a: Sequence[float], b: Sequence[float]) -> list[float]:
@@ -129,9 +137,9 @@ def read_csv(path) -> list[dict[str, str]]:
 
 
 def write_csv(path, rows: list[dict]) -> None:
-    """Write rows (dicts with the same keys) as a CSV file with a header."""
+    """Write rows (dicts) as a CSV file with a header. Cells that a row lacks are empty."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0])
+    writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
     writer.writeheader()
     writer.writerows(rows)
     write_file(path, text.getvalue().encode(errors='replace'))
@@ -145,14 +153,11 @@ def show(rows: list[dict], *columns: str) -> None:
 
 
 def markdown_table(rows: list[dict]) -> str:
-    """Format rows (dicts) in Markdown. A new table starts wherever the columns change."""
-    lines, columns = [], None
-    for row in rows:
-        if list(row) != columns:
-            columns = list(row)
-            lines += ['', '| ' + ' | '.join(columns) + ' |', '|' + '---|' * len(columns)]
-        lines.append('| ' + ' | '.join(str(x) for x in row.values()) + ' |')
-    return '\n'.join(lines[1:])
+    """Format rows (dicts) as a Markdown table. Cells that a row lacks are empty."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([str(row.get(name, '')) for name in columns] for row in rows)]
+    head, *body = ['| ' + ' | '.join(line) + ' |' for line in cells]
+    return '\n'.join([head, '|' + '---|' * len(columns), *body])
 
 
 # ---- rows with labels ----
@@ -164,8 +169,7 @@ def labeled(curves: dict[str, list[dict]]) -> list[dict]:
 
 def by_label(rows: list[dict]) -> dict[str, list[dict]]:
     """Group rows by their label: {label: rows}."""
-    labels = dict.fromkeys(row['label'] for row in rows)
-    return {label: [row for row in rows if row['label'] == label] for label in labels}
+    return group_by(rows, lambda row: row['label'])
 
 
 # ---- plots ----
@@ -178,6 +182,8 @@ def new_figure(title: str, n: int = 1, size: tuple = (8.5, 4.5), columns: int = 
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'axes.titlesize': 'medium',
+                                'axes.formatter.min_exponent': 5,  # log axes: 0.01 and 100, not powers of ten
+                                'xtick.labelsize': 'small', 'ytick.labelsize': 'small',
                                 'legend.frameon': False, 'legend.title_fontsize': 'small'})
     columns, (width, height) = min(columns, n), size
     rows = -(-n // columns)
@@ -215,15 +221,6 @@ def add_legend(figure, title: str, place: str = 'right center', ncols: int = 1) 
     """Add a legend outside the axes, with every label once."""
     lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(lines.values(), lines, loc=f'outside {place}', title=title, ncols=ncols)
-
-
-def number_log_axis(axis, lowest: float, highest: float) -> None:
-    """Add tick labels to a log axis. By default only powers of ten have labels."""
-    from matplotlib import ticker
-    subs = (1, 2, 5) if highest < 300 * lowest else (1,)
-    axis.set_major_locator(ticker.MaxNLocator(6) if highest < 10 * lowest else ticker.LogLocator(subs=subs))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f'{x:g}'))
-    axis.set_minor_locator(ticker.NullLocator())
 
 
 def smoothed(values, length: int):

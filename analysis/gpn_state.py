@@ -2,7 +2,7 @@
 
     python -m analysis.gpn_state RUN --out=NAME
 
-Prints a summary and writes all numbers to NAME.csv (part, name, x, value) and plots to NAME.png:
+Prints single numbers, writes all to NAME.csv (part, name, x, value) and draws curves in NAME.png:
 the geometry of predicted states, the tokens that their mean decodes to, and how long the state and
 memory heads remember. The ablations measure validation perplexity and state norms with the mean
 direction removed from the decoded or the recurrent state, and with the slow or fast memory heads
@@ -16,13 +16,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import named
+from analysis.runs import group_by, named
 from common.files import UserError
-from common.settings import check_ranges
 from data.tokenizers import load_tokenizer
 
 STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
@@ -32,11 +32,7 @@ STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
 class Settings(figures.ModelSettings):
     batches: int = 8  # batches of validation windows, between which the mean direction is compared
     batch_size: int | None = None  # windows per batch; None: 16k states in total, as in the paper
-    block_size: int | None = None  # tokens per window; None: the run's
     unigram_tokens: int = 10_000_000  # training tokens to count the unigram distribution on
-
-    def __post_init__(self):
-        check_ranges(self, batches=1, batch_size=1, block_size=1, unigram_tokens=1)
 
 
 @torch.no_grad()
@@ -111,13 +107,8 @@ def retention(log_decay, lags):
 
 def lifetime(curve, lags):
     """Return the lag at which retention falls to 1/e, interpolated exponentially, or infinity."""
-    logs = curve.clamp(min=1e-300).log().tolist()
-    below = [i for i, left in enumerate(logs) if left <= -1]
-    if not below:
-        return inf
-    i = below[0]
-    start, high = (0, 0.0) if i == 0 else (lags[i - 1], logs[i - 1])
-    return start + (lags[i] - start) * (high + 1) / (high - logs[i])
+    decayed = -curve.clamp(min=1e-300).log()
+    return float(np.interp(1, [0, *decayed.tolist()], [0, *lags], right=inf))
 
 
 def pools(lives):
@@ -248,34 +239,21 @@ PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
 
 def plot(rows, name='a GPN'):
     """Draw one panel for each part of PANELS that rows have."""
-    curves = {}  # {part: {name: [(x, value)]}}
-    for part, name, x, value in rows:
-        curves.setdefault(part, {}).setdefault(name, []).append((x, value))
-    parts = [part for part in PANELS if part in curves]
+    by_part = group_by(rows, lambda row: row[0])
+    parts = [part for part in PANELS if part in by_part]
     figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
     for ax, part in zip(axes, parts):
         title, x_label, y_label, scale = PANELS[part]
-        if part == 'perplexity':
-            ax.barh(list(curves[part]), [value for [(_, value)] in curves[part].values()])
-        else:
-            for name, points in curves[part].items():
-                ax.plot(*zip(*points), label=name, marker='o' if scale == 'log' else '', markersize=3)
+        for name, own in group_by(by_part[part], lambda row: row[1]).items():
+            places, values = zip(*(row[2:] for row in own))
+            if part == 'perplexity':
+                ax.barh(name, values, color='C0')
+            else:
+                ax.plot(places, values, label=name, marker='o' if scale == 'log' else '', markersize=3)
         if part in ('cosine', 'retention', 'accuracy', 'nll'):
             ax.legend(fontsize='x-small')
         ax.set(xlabel=x_label, ylabel=y_label, xscale=scale, title=title)
-        if scale == 'log':
-            figures.number_log_axis(ax.xaxis, *ax.get_xlim())
     return figure
-
-
-def print_summary(rows):
-    shown = {}
-    for part, name, x, value in rows:
-        text = repr(value)[1:-1] if isinstance(value, str) else f'{value:.4g}' + (f' at {x}' if x != '' else '')
-        if part not in ('deviation', 'variance', 'correlation', 'retention'):  # too long to print
-            shown.setdefault(f'{part}, {name}', []).append(text)
-    for name, values in shown.items():
-        print(f'{name}: {"  ".join(values)}')
 
 
 def rows_of(run, s: Settings):
@@ -285,12 +263,12 @@ def rows_of(run, s: Settings):
     if model.config.eos_id is not None:
         raise UserError(f'{run} starts each document with an empty state: expected a run with --mask_documents=False')
     device = model.fuse.weight.device
-    T = s.block_size or getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
+    T = getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
     n_windows, batch_size = data.n_rows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
     wanted = s.batches * batch_size
     if n_windows < wanted:
         raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
-                        f'batches of {batch_size}: lower batches, batch_size or block_size')
+                        f'batches of {batch_size}: lower batches or batch_size')
     batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
                for i in range(0, wanted, batch_size)]
     counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
@@ -305,8 +283,8 @@ def main(runs: list, s: Settings) -> dict:
     if len(runs) > 1:
         raise UserError(f'expected one run, got {len(runs)}')
     rows = rows_of(runs[0], s)
-    print_summary(rows)
     table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
+    figures.show([row for row in table if row['x'] == '' or row['name'] == 'tokens'])  # curves: see the figure
     return {'.csv': table, '.png': plot(rows, named(runs, s.labels)[runs[0]])}
 
 

@@ -17,7 +17,7 @@ with norm ||g|| ||a||. 1,000 documents take about 850,000 passes over 540 tokens
 """
 import random
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf, log10
 
 import torch
@@ -25,28 +25,24 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import curves_of, limited_block_size, long_documents, usable_runs
+from analysis.runs import curves_of, finished, long_documents
 from common.files import UserError
 from common.machine import DType, make_progress
-from common.settings import check_ranges
 
 STREAMS = 'x', 'rho'
 TREND = 21  # smoothing window in offsets (the paper's script)
-IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data', 'seed'  # settings that are written to the CSV
+SEED = 0  # for documents and positions
+IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data'  # settings that are written to the CSV
 
 
 @dataclass
 class Settings(figures.ModelSettings):
     n_documents: int = 1000  # number of validation documents
-    seed: int = 0  # random seed for documents and positions
     positions: int = 8  # random steps i >= block_size / 16 per document
     block_size: int = 1024  # tokens read of each document, at most the runs' training windows
     max_k: int | None = None  # largest k; None: half of block_size
     batch_size: int = 8  # losses per backward pass
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
-
-    def __post_init__(self):
-        check_ranges(self, n_documents=1, seed=0, positions=1, block_size=1, max_k=1, batch_size=1)
 
 
 # ---- the gradient of a position's own parameters ----
@@ -65,7 +61,7 @@ def norm_square(norm, a, g):
 SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square}
 
 
-def layers_of(model, run) -> dict:
+def layers_of(model) -> dict:
     """Return {layer: function from SQUARES} for the layers of the blocks.
 
     Raises UserError for a model without blocks, with other layer types, or with repeated blocks.
@@ -73,8 +69,8 @@ def layers_of(model, run) -> dict:
     layers = {layer: SQUARES.get(type(layer)) for layer in getattr(model, 'blocks', nn.ModuleList()).modules()
               if [*layer.parameters(recurse=False)]}
     if not layers or None in layers.values() or hasattr(model, 'iterates') and model.config.K > 1:
-        raise UserError(f'{run} is a {type(model).__module__}: expected a run of standard, sps or nextlat, whose '
-                        'blocks have only linear layers and RMSNorm')
+        raise UserError(f'{type(model).__module__} cannot be analyzed: expected a run of standard, sps or nextlat, '
+                        'whose blocks have only linear layers and RMSNorm')
     return layers
 
 
@@ -123,12 +119,12 @@ def squared_norms(model, layers, uses):
     return total
 
 
-def gradient_norms(model, ids, positions, steps, run='the model'):
+def gradient_norms(model, ids, positions, steps):
     """Return gradient norms (J, S, P) of the losses at ascending `steps` (J,) at `positions` (P,).
 
     ids (n,) int64: a document. Each loss has a row of the batch, so one backward pass computes all.
     """
-    layers = layers_of(model, run)
+    layers = layers_of(model)
     weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
     idx = ids[:steps[-1] + 1].expand(len(steps), -1)
     with recorded_uses(model, layers, idx.shape[1], positions) as uses:
@@ -137,7 +133,7 @@ def gradient_norms(model, ids, positions, steps, run='the model'):
     return squared_norms(model, layers, uses).sqrt()
 
 
-def ratios(model, ids, positions, max_k, batch_size, run='the model'):
+def ratios(model, ids, positions, max_k, batch_size):
     """Return r(p, k), k = 0 to max_k, (P, S, max_k + 1), of ids (n,) and ascending positions (P,).
 
     inf or nan where the loss does not depend on p at its own step, such as rho of Reverse SPS.
@@ -146,7 +142,7 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
     norms = None
     for part in steps.split(batch_size):
         reached = positions[positions <= part[-1]]
-        found = gradient_norms(model, ids, reached, part, run)  # (J, S, P)
+        found = gradient_norms(model, ids, reached, part)  # (J, S, P)
         if norms is None:
             norms = torch.zeros(len(positions), found.shape[1], max_k + 1, dtype=torch.float64)
         k = part[:, None] - reached
@@ -159,9 +155,9 @@ def ratios(model, ids, positions, max_k, batch_size, run='the model'):
 
 def fitted(s: Settings, runs: list) -> Settings:
     """Return the settings with block_size and max_k fitted to the runs' training windows."""
-    block = limited_block_size(runs, s.block_size)
+    block = min(s.block_size, *(run.settings.block_size for run in runs))
     filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
-    print(f'k up to {filled.max_k}, positions from {block // 16} on')
+    print(f'the first {block} tokens of each document, k up to {filled.max_k}, positions from {block // 16} on')
     if block < shortest_document(filled) - 1:
         raise UserError(f'block_size is {block}, too short for {s.positions} positions from {block // 16} on '
                         f'and max_k = {filled.max_k} after them. Lower max_k or positions')
@@ -178,38 +174,38 @@ def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
     return sorted(rng.sample(range(s.block_size // 16, n_tokens - s.max_k - 1), s.positions))
 
 
-def mean_ratios(model, documents, s: Settings, show=lambda line: None, run='the model'):
+def mean_ratios(model, documents, s: Settings):
     """Return r(p, k) averaged over documents (ids (n,)) and positions: (S, max_k + 1) float64."""
-    device, rng, total = model.embed.weight.device, random.Random(s.seed), 0
+    device, rng, progress, total = model.embed.weight.device, random.Random(SEED), make_progress(), 0
     model.requires_grad_(False)
     for done, document in enumerate(documents, 1):
         positions = torch.tensor(draw_positions(len(document), s, rng), device=device)
         with figures.autocast(s.dtype, device):
-            each = ratios(model, torch.as_tensor(document, device=device), positions, s.max_k, s.batch_size, run)
+            each = ratios(model, torch.as_tensor(document, device=device), positions, s.max_k, s.batch_size)
         total = total + each.mean(0)
-        show(f'{run}: {done} of {len(documents)} documents')
+        progress(f'{done} of {len(documents)} documents')
     return total / len(documents)
 
 
 def measure(run, s: Settings):
     """Return a run's mean r(p, k), (S, max_k + 1), and the number of documents."""
     model, data = figures.load(run, s)
-    documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, s.seed)
-    return mean_ratios(model, documents, s, make_progress(), run), len(documents)
+    documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED)
+    return mean_ratios(model, documents, s), len(documents)
 
 
-def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
-    """Return CSV rows: means of the `measure` results of a label's runs, and the settings."""
+def table(runs: list, s: Settings) -> list[dict]:
+    """Return CSV rows of runs that differ only in the seed: means, and the settings."""
+    measured = [measure(run, s) for run in finished(runs)]
     means = sum(mean for mean, _ in measured) / len(measured)
-    used = {name: asdict(s)[name] for name in IN_CSV}
+    used = {'runs': len(measured), 'documents': measured[0][1], **{name: getattr(s, name) for name in IN_CSV}}
     rows = []
     for stream, mean in zip(STREAMS, means[:, 1:].tolist()):
         if not mean[0] < inf:
-            print(f'{label}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
+            print(f'{runs[0]}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
             continue
-        trend = log_trend(mean)
-        rows += [{'label': label, 'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend[k - 1],
-                  'runs': len(measured), 'documents': measured[0][1], **used} for k, ratio in enumerate(mean, 1)]
+        rows += [{'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend, **used, 'seed': SEED}
+                 for k, (ratio, trend) in enumerate(zip(mean, log_trend(mean)), 1)]
     return rows
 
 
@@ -230,7 +226,6 @@ def plot(rows: list[dict]):
     figures.draw(axes, shown, 'k', 'smoothed', style_of, marker=None, alpha=0.4, linewidth=0.8, label=None)
     axes.set(xlabel='distance k from the position to the loss, tokens', yscale='log',
              ylabel='gradient norm / gradient norm at k = 0')
-    figures.number_log_axis(axes.yaxis, *axes.get_ylim())
     figures.add_legend(figure, 'Faint: smoothed\nx: input stream\nrho: prediction stream')
     return figure
 
@@ -238,8 +233,7 @@ def plot(rows: list[dict]):
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
     s = fitted(s, runs)
-    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
-    rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
+    rows = figures.labeled(curves_of(runs, lambda own: table(own, s), labels=s.labels))
     figures.show([row for row in rows if row['k'] in (1, 4, 16, 64, 256, s.max_k)], 'label', 'stream', 'k', 'ratio')
     return {'.csv': rows, '.png': plot(rows)}
 

@@ -23,17 +23,16 @@ are laid out by the directions of the streets, each of length 1.
 """
 from collections import Counter
 from dataclasses import dataclass
-from math import exp
+from math import exp, log
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from analysis import figures
 from analysis.runs import named
 from common.decoding import allocate_cache, decodable, generate, pad
 from common.files import UserError
-from common.settings import check_ranges
+from common.scoring import target_log_probs
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
            'NW': (-1, 1)}
@@ -48,9 +47,6 @@ class Settings(figures.ModelSettings):
     max_degree: int = 8  # maximum streets that leave a place, including invented ones
     distance: float = 4.0  # maximum length of an invented street; real ones have about 1; the paper: half a mile
     batch_size: int = 256  # rows processed at a time
-
-    def __post_init__(self):
-        check_ranges(self, detours=(0, 1), n_prefixes=1, n_walks=1, max_degree=1, distance=0, batch_size=1)
 
 
 # ---- paths with detours ----
@@ -125,38 +121,35 @@ def compression(model, task, prefixes, batch_size: int) -> float:
     for i in range(0, len(prefixes), 2 * n_pairs):
         part = prefixes[i:i + 2 * n_pairs]
         first, second = ([prefix for prefix in part[k::2] for _ in range(N_CONTINUATIONS)] for k in (0, 1))
-        tokens = continuations(model, first, task.steps + 1, task.end, generator)
-        found.append(possible(model, second, tokens, task.end).view(-1, N_CONTINUATIONS).all(1))
+        texts = continuations(model, first, task.steps + 1, task.end, generator)
+        found.append(possible(model, second, texts).view(-1, N_CONTINUATIONS).all(1))
     return torch.cat(found).double().mean().item()
 
 
 @torch.inference_mode()
-def continuations(model, prefixes, n: int, end: int, generator):
-    """Sample ids (N, n) with probabilities above EPSILON after N prefixes; pads with `end`."""
+def continuations(model, prefixes, n: int, end: int, generator) -> list[list[int]]:
+    """Sample up to n ids with probabilities above EPSILON after each prefix, until `end`."""
     model, (idx, lengths) = decodable(model), pad(prefixes, next(model.parameters()).device)
     cache = allocate_cache(model, prefixes, n)
     logits, tokens = model.extend(idx, cache, lengths), []
     for _ in range(n):
         probs = logits.float().softmax(-1)
         likely = (probs > EPSILON).scatter(-1, probs.argmax(-1, keepdim=True), True)  # at least one
-        token = probs.masked_fill(~likely, 0).cpu().multinomial(1, generator=generator).to(idx.device)
-        if tokens:
-            token = token.masked_fill(tokens[-1] == end, end)
-        tokens.append(token)
-        logits = model.extend(token, cache)
-    return torch.cat(tokens, 1)
+        tokens.append(probs.masked_fill(~likely, 0).cpu().multinomial(1, generator=generator))
+        logits = model.extend(tokens[-1].to(idx.device), cache)
+    rows = torch.cat(tokens, 1).tolist()
+    return [row[:row.index(end) + 1] if end in row else row for row in rows]
 
 
 @torch.inference_mode()
-def possible(model, prefixes, tokens, end: int):
-    """Return True (N,) if tokens (N, n) up to `end` have probabilities above EPSILON."""
-    device, tokens = tokens.device, tokens.cpu()
-    rows = [torch.cat([torch.tensor(prefix), own]) for prefix, own in zip(prefixes, tokens)]
-    idx = pad_sequence(rows, batch_first=True, padding_value=end).to(device)
-    probs = model.logits(idx[:, :-1]).float().softmax(-1).gather(-1, idx[:, 1:, None]).squeeze(-1).cpu()
-    place = torch.tensor([len(prefix) - 1 for prefix in prefixes])[:, None] + torch.arange(tokens.shape[1])
-    has_ended = (tokens == end).cumsum(1) > (tokens == end)
-    return ((probs.gather(1, place) > EPSILON) | has_ended).all(1)
+def possible(model, prefixes, texts):
+    """Return True (N,) if all ids of a text have probabilities above EPSILON after its prefix."""
+    device = next(model.parameters()).device
+    idx, lengths = pad([prefix + text for prefix, text in zip(prefixes, texts)], device)
+    starts, place = torch.tensor([len(prefix) for prefix in prefixes], device=device), torch.arange(1, idx.shape[1])
+    in_text = (place.to(device) >= starts[:, None]) & (place.to(device) < lengths[:, None])
+    log_probs, _ = target_log_probs(model.logits(idx[:, :-1]), idx[:, 1:])
+    return ((log_probs > log(EPSILON)) | ~in_text).all(1).cpu()
 
 
 # ---- effective rank ----
@@ -307,13 +300,9 @@ def measure(run, s: Settings) -> tuple[dict, tuple]:
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    rows, maps, names = [], {}, named(runs, s.labels)
-    for run in runs:
-        row, maps[names[run]] = measure(run, s)
-        rows.append(row)
-        print('  '.join(f'{name} {value:.4g}' if isinstance(value, float) else f'{name} {value}'
-                        for name, value in row.items()))
-    return {'.csv': rows, '.png': plot(maps)}
+    rows, maps = zip(*(measure(run, s) for run in runs))
+    figures.show(rows)
+    return {'.csv': list(rows), '.png': plot(dict(zip(named(runs, s.labels).values(), maps)))}
 
 
 if __name__ == '__main__':

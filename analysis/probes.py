@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import curves_of, spread, usable_runs
+from analysis.runs import curves_of, finished, spread
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.run_settings import check_windows
-from common.settings import check_ranges
 from data.shards import Data
 from train import make_optimizer
 
@@ -31,9 +30,6 @@ class Settings(figures.ModelSettings):
     learning_rate: float | None = None  # learning rate of the probes; None: the run's
     eval_tokens: int = 1_000_000  # validation tokens to evaluate the probes on, or all if there are fewer
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
-
-    def __post_init__(self):
-        check_ranges(self, offsets=1, steps=1, learning_rate=0, eval_tokens=1)
 
 
 def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:
@@ -59,17 +55,17 @@ def nats(probe, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(probe(h).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
 
 
-def train_step(model, probes, optimizers, windows: torch.Tensor, eos_id: int, rows: int, s: Settings, clip: float):
+def train_step(model, probes, optimizer, windows: torch.Tensor, eos_id: int, rows: int, s: Settings, clip: float):
     """Train all probes for one step on windows (B, T + 1), `rows` windows at a time."""
     totals = [int((offset_targets(windows, k, eos_id) >= 0).sum()) for k in range(1, s.offsets + 1)]
     for part in windows.split(rows):
         h = states(model, part[:, :-1], s)
         for k, (probe, total) in enumerate(zip(probes, totals), 1):
             (nats(probe, h, offset_targets(part, k, eos_id)) / max(1, total)).backward()
-    for probe, optimizer in zip(probes, optimizers):
+    for probe in probes:
         torch.nn.utils.clip_grad_norm_(probe.parameters(), clip or inf)
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -92,9 +88,8 @@ def measure(run, s: Settings) -> list[float]:
     """Train probes on a run's states. Returns their validation nats at offsets 1, 2, ..."""
     model, data = figures.load(run, s)
     device = next(model.parameters()).device
-    t = replace(run.settings, optimizer='adamw')  # Muon does not train output layers
-    if s.learning_rate is not None:
-        t.learning_rate = s.learning_rate
+    rate = run.settings.learning_rate if s.learning_rate is None else s.learning_rate
+    t = replace(run.settings, optimizer='adamw', learning_rate=rate)  # Muon does not train output layers
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task and has no text: give --data=FOLDER')
     if s.offsets > t.block_size:
@@ -103,12 +98,11 @@ def measure(run, s: Settings) -> list[float]:
     model.requires_grad_(False)
     torch.manual_seed(t.seed)
     width = states(model, torch.zeros(1, 2, dtype=torch.int64, device=device), s).shape[-1]
-    probes = [torch.nn.Linear(width, data.n_ids, device=device) for _ in range(s.offsets)]
-    optimizers = [make_optimizer(probe, t) for probe in probes]
-    progress = make_progress()
+    probes = torch.nn.ModuleList(torch.nn.Linear(width, data.n_ids, device=device) for _ in range(s.offsets))
+    optimizer, progress = make_optimizer(probes, t), make_progress()
     for step in range(s.steps):
         idx, targets = (x.to(device) for x in data.train_batch(step, t.batch_size, t.block_size, t.seed))
-        train_step(model, probes, optimizers, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
+        train_step(model, probes, optimizer, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
                    t.grad_clip)
         progress(f'{run}: step {step + 1}/{s.steps}')
     return evaluate(model, probes, data, t, s, device)
@@ -134,7 +128,7 @@ def plot(rows: list[dict]):
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
+    measured = curves_of(runs, lambda own: [measure(run, s) for run in finished(own)], labels=s.labels)
     rows = table(measured)
     figures.show([row for row in rows if row['offset'] in (1, s.offsets)], 'label', 'offset', 'mean', 'difference')
     return {'.csv': rows, '.png': plot(rows)}

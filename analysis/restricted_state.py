@@ -12,17 +12,16 @@ averaged over 8,000 validation documents of at least 2,049 tokens, read from the
 omega + 1 positions are omitted because nothing changes there. Writes NAME.png (raw and smoothed)
 and NAME.csv; prints means, and ratios of the first run's extra nll to that of the other runs.
 """
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from analysis import figures
-from analysis.runs import curves_of, limited_block_size, long_documents, usable_runs
+from analysis.runs import curves_of, finished, long_documents
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.scoring import target_log_probs
-from common.settings import check_ranges
 
 TREND = 201  # smoothing window in positions (the paper's script)
 
@@ -35,11 +34,8 @@ class Settings(figures.ModelSettings):
     batch_size: int = 4  # documents evaluated at a time
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
 
-    def __post_init__(self):
-        check_ranges(self, omega=0, n_documents=1, block_size=1, batch_size=1)
 
-
-def restricted(model, omega: int, run='the model'):
+def restricted(model, omega: int):
     """Return M_omega: a model with the same weights and a persistent window of omega.
 
     Raises UserError if the model has no such window, or a window of omega or less.
@@ -47,11 +43,11 @@ def restricted(model, omega: int, run='the model'):
     config = model.config
     name = getattr(config, 'state_window', None)
     if name is None:
-        raise UserError(f'{run} is a {type(model).__module__}, whose state has no window (Config.state_window): '
-                        'expected a run of sps, standard or context_ready')
+        raise UserError(f'{type(model).__module__} has a state without a window (Config.state_window): expected a run '
+                        'of sps, standard or context_ready')
     trained = getattr(config, name)
     if trained is not None and trained <= omega:
-        raise UserError(f'{run} was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '
+        raise UserError(f'the model was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '
                         'smaller omega')
     narrow = type(model)(replace(config, **{name: omega}))
     narrow.load_state_dict(model.state_dict())
@@ -71,7 +67,7 @@ def nll_by_position(model, windows, s: Settings):
 def measure(run, s: Settings):
     """Return (nll of M, nll of M_omega, n_documents), nll (T,) float64 averaged over documents."""
     model, data = figures.load(run, s)
-    narrow = restricted(model, s.omega, run)
+    narrow = restricted(model, s.omega)
     documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, whole, cut = make_progress(), 0, 0
     for start in range(0, len(documents), s.batch_size):
@@ -82,23 +78,16 @@ def measure(run, s: Settings):
     return whole / len(documents), cut / len(documents), len(documents)
 
 
-def fitted(s: Settings, runs: list) -> Settings:
-    """Return the settings with block_size limited to the runs' training windows."""
-    block = limited_block_size(runs, s.block_size)
-    if block < s.omega + 2:
-        raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
-    return replace(s, block_size=block)
-
-
-def table(label: str, measured: list[tuple], s: Settings) -> list[dict]:
-    """Return CSV rows: means of the `measure` results of a label's runs, and the settings."""
-    whole, cut = (sum(parts) / len(measured) for parts in list(zip(*measured))[:2])
+def table(runs: list, s: Settings) -> list[dict]:
+    """Return CSV rows of runs that differ only in the seed: means, and the settings."""
+    *sums, documents = zip(*(measure(run, s) for run in finished(runs)))
+    whole, cut = (sum(parts) / len(parts) for parts in sums)
     seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes
     extra = (cut - whole)[seen:].tolist()
-    used = {name: asdict(s)[name] for name in ('omega', 'block_size', 'dtype', 'data')}
     columns = zip(extra, figures.smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
-    return [{'label': label, 'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll,
-             'restricted_nll': restricted_nll, 'runs': len(measured), 'documents': measured[0][2], **used}
+    used = {name: getattr(s, name) for name in ('omega', 'block_size', 'dtype', 'data')}
+    return [{'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll, 'restricted_nll': restricted_nll,
+             'runs': len(documents), 'documents': documents[0], **used}
             for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
 
 
@@ -114,14 +103,18 @@ def plot(rows: list[dict]):
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    s, summary = fitted(s, runs), []
-    measured = curves_of(runs, lambda own: [measure(run, s) for run in usable_runs(own)], labels=s.labels)
-    rows = [row for label, of_label in measured.items() for row in table(label, of_label, s)]
-    for label, line in figures.by_label(rows).items():
+    block, summary = min(s.block_size, *(run.settings.block_size for run in runs)), []
+    print(f'the first {block} tokens of each document')
+    if block < s.omega + 2:
+        raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
+    s = replace(s, block_size=block)
+    curves = curves_of(runs, lambda own: table(own, s), labels=s.labels)
+    for label, line in curves.items():
         found = {'extra nll, mean': np.mean([row['extra_nll'] for row in line]), 'last': line[-1]['smoothed']}
         first = summary[0] if summary else found
         summary.append({'label': label, **found, 'documents': line[0]['documents'], **{
             f'first / {key}': first[key] / value if value else None for key, value in found.items()}})
+    rows = figures.labeled(curves)
     figures.show(summary)
     return {'.csv': rows, '.png': plot(rows)}
 

@@ -171,11 +171,9 @@ def group(runs: list[Run], ignored: Set[str] = frozenset(), labels: str | None =
     A label names the model if they differ, then as few settings as identify the groups. labels: see
     `figures.Settings`.
     """
-    groups = {}
-    for run, settings in differences(runs, ignored).items():
-        texts = {key: setting_label(key, value) for key, value in settings.items()}
-        groups.setdefault(repr(settings), (texts, []))[1].append(run)
-    configs, members = zip(*groups.values())
+    settings = differences(runs, ignored)
+    members = list(group_by(runs, lambda run: repr(settings[run])).values())
+    configs = [{key: setting_label(key, value) for key, value in settings[own[0]].items()} for own in members]
     parts = [()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config if key != 'model')
     # settings missing in some groups come first: they belong to the model, not to training
@@ -189,6 +187,14 @@ def group(runs: list[Run], ignored: Set[str] = frozenset(), labels: str | None =
     if labels:
         names = named(names, labels).values()
     return dict(zip(names, members))
+
+
+def group_by(items: Iterable, key_of: Callable) -> dict:
+    """Return {key: items with key_of(item) == key}, in the order of the items."""
+    found = {}
+    for item in items:
+        found.setdefault(key_of(item), []).append(item)
+    return found
 
 
 def map_readable(items: Iterable, function: Callable) -> dict:
@@ -263,13 +269,11 @@ def one_per_seed(runs: list[Run], value_of: Callable) -> dict:
 
 
 def finished(runs: list[Run]) -> list[Run]:
-    """Return the finished runs, one per seed, of runs that differ only in the seed."""
-    return list(one_per_seed(runs, Run.final_loss))
+    """Return the finished runs, one per seed, of runs that differ only in the seed.
 
-
-def usable_runs(runs: list[Run]) -> list[Run]:
-    """Return the `finished` runs, or all runs if none has a training log (imported models)."""
-    return finished(runs) if any(run.log for run in runs) else runs
+    Returns all runs if none has a training log (imported models).
+    """
+    return list(one_per_seed(runs, Run.final_loss)) if any(run.log for run in runs) else runs
 
 
 def spread(values: Sequence[float]) -> dict:
@@ -316,14 +320,6 @@ def holds_from(points: list[dict], holds: Callable) -> dict | None:
 
 
 # ---- validation documents ----
-
-def limited_block_size(runs: list[Run], block_size: int) -> int:
-    """Return block_size, limited to the shortest training window of the runs. Prints the limit."""
-    shortest = min(run.record['settings']['block_size'] for run in runs)
-    if shortest < block_size:
-        print(f'trained on windows of {shortest} tokens: only the first {shortest} of each document are read')
-    return min(block_size, shortest)
-
 
 def long_documents(data, least: int, most: int, n: int, seed: int | None = None) -> list:
     """Return n validation documents (int64 arrays) of at least `least` tokens, truncated to `most`.

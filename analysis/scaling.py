@@ -42,14 +42,11 @@ def gains(outcomes: dict[str, dict]) -> list[dict]:
 def plot(rows: list[dict], baseline: str):
     """Draw a line for each method over the sizes: accuracy where it is known, and loss."""
     panels = {'accuracy_gain': 'mean task accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
-    sizes = list(dict.fromkeys(row['size'] for row in rows))
-    places = [row | {'place': sizes.index(row['size'])} for row in rows]
     figure, all_axes = figures.new_figure(f'Difference to {baseline}, by model size', 2, (5.25, 4.5))
     for axes, (key, what) in zip(all_axes, panels.items()):
-        figures.draw(axes, places, 'place', key, markersize=6)
+        figures.draw(axes, rows, 'size', key, markersize=6)
         axes.axhline(0, color='black', linewidth=0.8)
-        axes.set_xticks(range(len(sizes)), sizes)
-        axes.set(xlabel='model parameters', ylabel=f'difference in {what}', xlim=(-0.3, len(sizes) - 0.7))
+        axes.set(xlabel='model parameters', ylabel=f'difference in {what}')
     figures.add_legend(figure, 'Mean over seeds')
     return figure
 

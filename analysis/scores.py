@@ -9,11 +9,10 @@ has several scores, each configuration gets a panel and each score a line: see a
 Context-Ready paper. Otherwise each configuration is a line. With --bars, each data set (and
 score) has a group of bars, one per configuration: the path-star figure of the NextLat paper.
 """
-import re
 from dataclasses import dataclass
 
 from analysis import figures
-from analysis.runs import curve, curves_of, finished, holds_from
+from analysis.runs import curve, curves_of, finished, group_by, holds_from
 from common.files import UserError
 from data.pointer_chasing import SOLVED
 
@@ -58,23 +57,17 @@ def plot(rows: list[dict]):
     return figure
 
 
-def plot_bars(rows: list[dict]):
+def plot_bars(ends: list[dict]):
     """Draw the final score of each label as a bar, in groups by data set and score."""
-    ends = {(row['data'], row['score'], row['label']): row for row in rows}
-    groups, labels, scores = (list(dict.fromkeys(key[part] for key in ends)) for part in (slice(2), 2, 1))
-    width = 0.8 / len(labels)
-    figure, (axes,) = figures.new_figure('Final task scores', size=(3 + (0.8 + 0.3 * len(labels)) * len(groups), 4.5))
-    for i, label in enumerate(labels):
-        bars = {g - 0.4 + (i + 0.5) * width: ends[(*group, label)] for g, group in enumerate(groups)
-                if (*group, label) in ends}  # {x: row}
-        means = [row['mean'] for row in bars.values()]
-        to_seeds = [[abs(row[end] - row['mean']) for row in bars.values()] for end in ('lowest', 'highest')]
-        axes.bar(list(bars), means, width, yerr=to_seeds, capsize=3, label=label)
-    several = len(scores) > 1
-    axes.set_xticks(range(len(groups)), ['\n'.join(re.split('[:,]', data) + [score] * several)
-                                         for data, score in groups])
-    axes.set(xlabel='data set', ylabel='score' if several else scores[0])
-    figure.legend(loc='outside right center', title='Bar: mean over seeds\nError bar: lowest to highest seed')
+    import pandas as pd
+    labels = list(dict.fromkeys(row['label'] for row in ends))
+    table = pd.DataFrame(ends).pivot_table(['mean', 'lowest', 'highest'], ['data', 'score'], 'label', sort=False)
+    mean, lowest, highest = (table[column][labels] for column in ('mean', 'lowest', 'highest'))
+    figure, (axes,) = figures.new_figure('Final task scores', size=(3 + (0.8 + 0.3 * len(labels)) * len(mean), 4.5))
+    to_seeds = [[mean[label] - lowest[label], highest[label] - mean[label]] for label in labels]
+    mean.plot.bar(ax=axes, yerr=to_seeds, width=0.8, capsize=3, rot=0, legend=False, xlabel='data set', ylabel='score')
+    axes.set_xticklabels('\n'.join([*data.replace(':', ',').split(','), score]) for data, score in mean.index)
+    figures.add_legend(figure, 'Bar: mean over seeds\nError bar: lowest to highest seed')
     return figure
 
 
@@ -83,17 +76,15 @@ def main(runs: list, s: Settings) -> dict:
     def scores_of(own):
         own = finished(own) if s.bars else own  # unfinished runs have no final score
         return {name: curve(own, name) for name in score_names(own[0], s.scores)}
-    parts, rows, ends = {}, [], []
-    for run in runs:
-        parts.setdefault(run.record['settings']['data'] if s.bars else '', []).append(run)
-    for data, part in parts.items():
+    rows, ends = [], []
+    for data, part in group_by(runs, lambda run: run.record['settings']['data'] if s.bars else None).items():
         for label, scores in curves_of(part, scores_of, labels=s.labels).items():
             for name, points in scores.items():
-                own = ({'data': data} if s.bars else {}) | {'label': label, 'score': name}
-                rows += [own | p for p in points]
+                line = ({'data': data} if s.bars else {}) | {'label': label, 'score': name}
+                rows += [line | point for point in points]
                 ends.append(rows[-1] | {'solved from': solved_from(name, points)})
-    figures.show(ends, *own, 'mean', 'lowest', 'highest', 'seeds', 'step', 'solved from')
-    return {'.csv': rows, '.png': plot_bars(rows) if s.bars else plot(rows)}
+    figures.show(ends, *line, 'mean', 'lowest', 'highest', 'seeds', 'step', 'solved from')
+    return {'.csv': rows, '.png': plot_bars(ends) if s.bars else plot(rows)}
 
 
 if __name__ == '__main__':

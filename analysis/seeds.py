@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from analysis import figures
 from analysis.runs import curves_of, finished
 from common.files import UserError
-from common.settings import check_ranges
 
 
 @dataclass
@@ -25,11 +24,6 @@ class Settings(figures.Settings):
     better: str | None = None  # label of the group that is tested to have the lower loss
     alike: str | None = None  # labels of two groups tested for equivalence, separated by ;
     margin: float = 0.01  # nats per token within which they count as equal
-
-    def __post_init__(self):
-        check_ranges(self, margin=0)
-        if self.alike is not None and len(self.alike.split(';')) != 2:
-            raise UserError(f"alike is {self.alike!r}: expected two labels separated by ;, such as 'A;B'")
 
 
 def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:
@@ -57,6 +51,8 @@ def tests(losses: dict[str, list[float]], s: Settings) -> list[dict]:
         rows += [{'test': 'Welch, one-sided: a is lower', 'a': s.better, 'b': other}
                  | lower_test(tested[s.better], values) for other, values in tested.items() if other != s.better]
     if alike:
+        if len(alike) != 2:
+            raise UserError(f"alike is {s.alike!r}: expected two labels separated by ;, such as 'A;B'")
         a, b = alike
         rows.append({'test': f'TOST: equal within {s.margin:g}', 'a': a, 'b': b}
                     | equivalence_test(tested[a], tested[b], s.margin))
@@ -67,7 +63,7 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
     """Draw each group's losses as dots, with their mean and its interval."""
     figure, (axes,) = figures.new_figure('Final validation loss over seeds', size=(2.5 + 1.4 * len(groups), 4.5))
     for i, row in enumerate(groups):
-        values, color = losses[row['label']], f'C{i % 10}'
+        values, color = losses[row['label']], f'C{i}'
         axes.plot([i + 0.12] * len(values), values, 'o', markersize=3, color=color, alpha=0.6)
         half = None if row['low'] is None else row['high'] - row['mean']
         axes.errorbar(i, row['mean'], half, fmt='D', markersize=5, capsize=6, color=color)
@@ -79,11 +75,9 @@ def plot(groups: list[dict], losses: dict[str, list[float]]):
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    losses, groups = curves_of(runs, lambda own: [run.final_loss() for run in finished(own)], labels=s.labels), []
-    for label, values in losses.items():
-        low, high = figures.interval(values)
-        groups.append({'label': label, 'seeds': len(values), 'mean': statistics.mean(values), 'low': low,
-                       'high': high, 'losses': ' '.join(map(repr, values))})
+    losses = curves_of(runs, lambda own: [run.final_loss() for run in finished(own)], labels=s.labels)
+    groups = [{'label': label, 'seeds': len(values), **figures.mean_and_interval(values),
+               'losses': ' '.join(map(repr, values))} for label, values in losses.items()]
     rows = tests(losses, s)
     figures.show(groups, 'label', 'seeds', 'mean', 'low', 'high')
     if rows:

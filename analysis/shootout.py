@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from analysis import compare, figures
-from analysis.compare import Method, one_dtype, set_best_rates, train_seeds
+from analysis.compare import Method, set_best_rates, train_seeds
 from analysis.runs import Run
 from bench import decoding_speeds, one_line, where_and_when
 from common.files import UserError, friendly_errors
@@ -36,6 +36,7 @@ from train import Settings as TrainSettings
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'
 TOLERANCE = 0.01  # largest relative difference in parameters to Standard
 CONTEXTS = 1024, 16384  # context lengths at which decoding is timed, in tokens
+DECODED = 64  # tokens decoded in each of six rounds
 
 
 @dataclass
@@ -53,11 +54,10 @@ class Settings:
     eval_tokens: int = 500_000  # validation tokens per evaluation
     seeds: int = 5  # runs of each model and budget at its best learning rate
     jobs: int = 2  # runs trained at a time, with one thread each
-    decode_tokens: int = 64  # tokens decoded in each of six rounds
 
     def __post_init__(self):
         check_ranges(self, budget=0, n_layer=1, n_embd=1, head_size=1, block_size=1, batch_size=1, eval_tokens=1,
-                     seeds=1, jobs=1, decode_tokens=1)
+                     seeds=1, jobs=1)
 
 
 @dataclass
@@ -126,7 +126,7 @@ def arguments(s: Settings, model: str, values: dict, tokens: int) -> list[str]:
     """Return the arguments of train.py except learning rate, seed and folder."""
     own = {'model': model, **values, 'data': s.data, 'block_size': s.block_size, 'batch_size': s.batch_size,
            'micro_batch_size': s.batch_size, 'max_tokens': tokens, 'warmup_tokens': tokens // 20,
-           'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0, 'dtype': one_dtype()}
+           'eval_tokens': s.eval_tokens, 'eval_interval': 1_000_000, 'sample_tokens': 0}
     return [s.config, *(f'--{name}={value}' for name, value in own.items())]
 
 
@@ -157,14 +157,14 @@ def speed(run: Path) -> float:
     return Run(run).median('tokens_per_s')
 
 
-def measure_decoding(runs: dict[str, Path], s: Settings) -> dict[str, dict]:
+def measure_decoding(runs: dict[str, Path]) -> dict[str, dict]:
     """Return {name: {'tokens_per_s_1024': ..., 'state_bytes_1024': ..., ...}}."""
     device = pick_device('auto')
     dtype = decoding_dtype('auto', device)
     models, found = {name: load_run(run, device, dtype)[0] for name, run in runs.items()}, {name: {} for name in runs}
     for model in models.values():
         model.config.eos_id = None  # a generated eos would end the document and empty the context
-    for (name, length), tokens_per_s in decoding_speeds(models, CONTEXTS, s.decode_tokens).items():
+    for (name, length), tokens_per_s in decoding_speeds(models, CONTEXTS, DECODED).items():
         found[name] |= {f'tokens_per_s_{length}': tokens_per_s,
                         f'state_bytes_{length}': models[name].new_cache(1, length).nbytes}
     return found
@@ -241,7 +241,6 @@ def plot(rows: list[dict], unit: str):
                 axes.annotate(f'{r["loss"]:.2f}', (x_of(r), top), (3, -14 - 12 * i), textcoords='offset points',
                               color=color)
         axes.set_xscale('log')
-        figures.number_log_axis(axes.xaxis, min(map(x_of, shown)), max(map(x_of, shown)))
         axes.set(xlabel=xlabel, title=title)
     lowest = min(r['loss'] for r in rows)
     all_axes[0].set(ylabel=f'validation loss, {unit}', ylim=(lowest - 0.1 * (top - lowest), top))
@@ -283,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
         labels = {name: side.label for name, side in sides(s).items()}
         runs = train_cells(s, data, out)
         torch.set_num_threads(1)
-        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels}, s)
+        decoded = measure_decoding({name: runs[name, 'training FLOPs'][0] for name in labels})
         rows = table(labels, runs, decoded)
         unit = 'nats per byte' if data.tokenizer == 'byte' else 'nats per token'
         text = markdown(rows, s)

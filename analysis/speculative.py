@@ -11,9 +11,9 @@ the median over batches of the ratio of times. `accepted` is the mean number of 
 verification, which yields one more token. Cumulative acceptance at i is the probability that the
 first i tokens of a draft are all accepted.
 
-Prints a table for each run and writes it to RUN/speculative.csv. NAME.png (--out=NAME) has speed-up
-and cumulative acceptance over the draft length. NAME.md has, for each run and data folder, the best
-fixed length (2 or more), its accepted tokens, and the speed-up of `auto`, which the paper lacks.
+Writes NAME.csv (--out=NAME), and NAME.png with speed-up and cumulative acceptance over the draft
+length. NAME.md has, for each run and data folder, the best fixed length (2 or more), its accepted
+tokens, and the speed-up of `auto`, which the paper lacks.
 """
 import operator
 import statistics
@@ -25,15 +25,16 @@ from math import inf
 from pathlib import Path
 
 from analysis import figures
-from analysis.runs import long_documents, named
-from common.decoding import SAMPLING, generate
+from analysis.runs import group_by, long_documents, named
+from common.decoding import generate
 from common.files import UserError
 from common.interface import load_draft
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device
 from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
-from common.settings import check_ranges
 from common.speculative import DraftLen, longest_draft, speculative_generate
+
+SIDE = operator.itemgetter('run', 'data')  # of a row: the curve it belongs to
 
 
 @dataclass
@@ -48,10 +49,6 @@ class Settings(figures.Settings):
     batch_size: int = 1  # prompts decoded at a time
     device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
     dtype: DType = 'auto'  # weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
-
-    def __post_init__(self):
-        check_ranges(self, n_prompts=1, prompt_tokens=1, new_tokens=2, batch_size=1,
-                     temperature=SAMPLING['temperature'])
 
 
 def draft_lengths(lengths: tuple[DraftLen, ...], model, draft) -> list[DraftLen]:
@@ -112,30 +109,33 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 
 # ---- results ----
 
-def markdown(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]) -> str:
-    """Return NAME.md, from {(run, folder): rows of `compare_lengths`}."""
-    found = {run: {'run': names[run]} for run, _ in tables}
-    for (run, folder), rows in tables.items():
-        fixed = [row for row in rows if row['draft_len'] != 'auto']
-        row = max([row for row in fixed if row['draft_len'] > 1] or fixed or rows, key=lambda row: row['speedup'])
-        auto = [f'{row["speedup"]:.2f}' for row in rows if row['draft_len'] == 'auto']
-        found[run] |= {f'{folder}: speed-up': f'{row["speedup"]:.2f}', f'{folder}: accepted': f'{row["accepted"]:.2f}',
-                       f'{folder}: length': row['draft_len'], f'{folder}: auto': ''.join(auto)}
-    return figures.markdown_table(list(found.values())) + '\n'
+def summary(rows: list[dict], names: dict[str, str]) -> list[dict]:
+    """Return the rows of NAME.md, per run and data folder, from those of NAME.csv.
+
+    names: {run folder: label}.
+    """
+    found = []
+    for (run, data), own in group_by(rows, SIDE).items():
+        fixed = [row for row in own if row['draft_len'] != 'auto']
+        best = max([row for row in fixed if row['draft_len'] > 1] or fixed or own, key=lambda row: row['speedup'])
+        auto = [f'{row["speedup"]:.2f}' for row in own if row['draft_len'] == 'auto']
+        found.append({'run': names[run], 'data': data, 'speed-up': f'{best["speedup"]:.2f}',
+                      'accepted': f'{best["accepted"]:.2f}', 'length': best['draft_len'], 'auto': ''.join(auto)})
+    return found
 
 
-def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]):
+def plot(rows: list[dict], names: dict[str, str]):
     """Draw speed-up and cumulative acceptance: a line per run and folder."""
     figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 2, (6, 4))
-    for i, ((run, folder), rows) in enumerate(tables.items()):
-        style = dict(color=f'C{i}', label=f'{names[run]}, {Path(folder).name}')
-        speedups = {row['draft_len']: row['speedup'] for row in rows}
+    for i, ((run, data), own) in enumerate(group_by(rows, SIDE).items()):
+        style = dict(color=f'C{i}', label=f'{names[run]}, {Path(data).name}', marker='o')
+        speedups = {row['draft_len']: row['speedup'] for row in own}
         if 'auto' in speedups:
             left.axhline(speedups.pop('auto'), color=f'C{i}', linestyle='--')
-        left.plot(list(speedups), list(speedups.values()), marker='o', **style)
-        longest = max([row for row in rows if row['draft_len'] != 'auto'] or rows, key=len)
+        left.plot(list(speedups), list(speedups.values()), **style)
+        longest = max([row for row in own if row['draft_len'] != 'auto'] or own, key=len)
         shares = [share for name, share in longest.items() if name.startswith('cumulative')]
-        right.plot(range(1, len(shares) + 1), shares, marker='o', **style)
+        right.plot(range(1, len(shares) + 1), shares, **style)
     left.set(xlabel='draft length, tokens', ylabel='speed-up over plain decoding', title='dashed: automatic length')
     right.set(xlabel='position in the draft', ylabel='cumulative acceptance probability', ylim=(0, 1))
     figures.add_legend(figure, 'Run, data')
@@ -145,23 +145,19 @@ def plot(tables: dict[tuple[str, str], list[dict]], names: dict[str, str]):
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
     init_distributed('gloo')
-    device, tables, names = local_device(s.device), {}, named(runs, s.labels)
+    device, rows = local_device(s.device), []
+    names = {run.folder: label for run, label in named(runs, s.labels).items()}
     dtype = decoding_dtype(s.dtype, device.type)
     for run in runs:
         model, record = load_run(run.folder, device, dtype, s.code, s.model)
         draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
-        folders = s.data or [record['settings']['data']]
-        tables |= {(run, folder): compare_lengths(model, draft, read_prompts(record, folder, s), s)
-                   for folder in folders}
-        if rank() == 0:
-            rows = [{'data': folder, **row} for folder in folders for row in tables[run, folder]]
-            columns = dict.fromkeys(max(rows, key=len), '')
-            print(run, figures.markdown_table([{
-                'data': row['data'], 'draft_len': row['draft_len'], 'tokens/s': f'{row["tokens_per_s"]:,.1f}',
-                'tokens per verification': f'{1 + row["accepted"]:.2f}', 'speed-up': f'{row["speedup"]:.2f}'}
-                for row in rows]), sep='\n')
-            figures.write(f'{run}/speculative', {'.csv': [columns | row for row in rows]})
-    return {'.md': markdown(tables, names), '.png': plot(tables, names)} if rank() == 0 else {}
+        for data in s.data or [record['settings']['data']]:
+            prompts = read_prompts(record, data, s)
+            rows += [{'run': run.folder, 'data': data} | row for row in compare_lengths(model, draft, prompts, s)]
+    if rank() > 0:
+        return {}
+    figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')
+    return {'.csv': rows, '.md': figures.markdown_table(summary(rows, names)) + '\n', '.png': plot(rows, names)}
 
 
 if __name__ == '__main__':

@@ -16,9 +16,10 @@ import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from analysis import figures
-from analysis.runs import curve, curves_of, short_number, usable_runs
+from analysis.runs import curve, curves_of, finished, short_number
 from bench import FAMILY, RESULTS
 from common.files import ROOT, UserError, read_json
 from common.models import make_config
@@ -40,13 +41,8 @@ DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_
 
 @dataclass
 class Settings(figures.Settings):
-    paper: str = 'sps'  # paper whose columns and rows are shown: sps, nextlat or gpn
-    inference: str = str(RESULTS / 'inference_gpu.json')  # output of bench.inference; columns are omitted without it
-
-    def __post_init__(self):
-        known = sorted(path.stem for path in PAPERS.glob('*.csv'))
-        if self.paper not in known:
-            raise UserError(f'paper is {self.paper!r}: expected {" or ".join(known)}')
+    paper: Literal['sps', 'nextlat', 'gpn'] = 'sps'  # paper whose columns and rows are shown
+    inference: str = str(RESULTS / 'inference_gpu.json')  # output of bench.inference
 
 
 def row_of_paper(run, rows: list[dict[str, str]]) -> dict[str, str] | None:
@@ -57,13 +53,6 @@ def row_of_paper(run, rows: list[dict[str, str]]) -> dict[str, str] | None:
         if all(str(own.get(key)) == value for key, value in settings.items()):
             return row
     return None
-
-
-def read_inference(path: str) -> list[dict]:
-    """Return the rows that bench.inference wrote, or [] if the default file is missing."""
-    if path == Settings.inference and not Path(path).exists():
-        return []
-    return read_json(path, 'make it with python -m bench.inference')['rows']
 
 
 def inference_of(run, measured: list[dict]) -> dict[str, float]:
@@ -82,8 +71,8 @@ def inference_of(run, measured: list[dict]) -> dict[str, float]:
 
 
 def own_row(runs: list, columns: list[str], measured: list[dict]) -> dict[str, float]:
-    """Return {column: mean over finished seeds}. measured: rows of `read_inference`."""
-    is_logged, runs = any(run.log for run in runs), usable_runs(runs)
+    """Return {column: mean over finished seeds}. measured: rows of bench.inference."""
+    is_logged, runs = any(run.log for run in runs), finished(runs)
     row = {'seeds': len(runs), 'parameters': runs[0].parameters} | state_size(runs[0])
     if is_logged:
         end = curve(runs)[-1]
@@ -143,7 +132,8 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
 
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
-    paper, measured = figures.read_csv(PAPERS / f'{s.paper}.csv'), read_inference(s.inference)
+    paper = figures.read_csv(PAPERS / f'{s.paper}.csv')
+    measured = read_json(s.inference, 'make it with python -m bench.inference')['rows']
     columns = [column for column in paper[0] if ' ' in column]
     groups = curves_of(runs, lambda own: (own_row(own, columns, measured), row_of_paper(own[0], paper)),
                        labels=s.labels)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from analysis import figures
 from analysis.loss_curves import set_axes
-from analysis.runs import curve, curves_by_size, finished
+from analysis.runs import curve, curves_by_size, finished, group_by
 from common.files import UserError
 from common.runs import last_before_decay
 
@@ -32,9 +32,7 @@ class Curve:
 
 def constant_rate(runs: list) -> Curve:
     """Return the Curve of runs that differ only in length and seed, without cosine schedules."""
-    by_length = {}
-    for run in runs:
-        by_length.setdefault(run.settings.max_tokens, []).append(run)
+    by_length = group_by(runs, lambda run: run.settings.max_tokens)
     points, ends = [], []
     for _, same_length in sorted(by_length.items()):
         s = same_length[0].settings

@@ -37,7 +37,7 @@ OPTIONAL_KEYS = {  # imported runs lack some of them, other runs lack others
     'data.ends': list, 'data.n_rows': int, 'versions.processes': int}
 CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported chat model
 RUN_FILES = ('config.json', 'log.jsonl', 'loss.png', 'wandb_id', CHAT_TEMPLATE, *TOKENIZER_FILES,
-             'eval.jsonl', 'speculative.csv')  # last: written by eval.py and analysis.speculative
+             'eval.jsonl')  # last: written by eval.py
 
 
 # ---- reading a run ----

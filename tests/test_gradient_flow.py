@@ -127,7 +127,7 @@ def test_unsupported_models_give_a_clear_error():
     for model in (make('context_ready', K=2, block='llama'), make('gpn', n_head=0)):
         with pytest.raises(UserError, match='expected a run of standard, sps or nextlat'):
             gradient_flow.gradient_norms(model, IDS, torch.tensor([2]), torch.tensor([3]))
-    for model, sentence in ((make('nextlat'), 'no window'), (make('standard', window=3), 'window = 3')):
+    for model, sentence in ((make('nextlat'), 'without a window'), (make('standard', window=3), 'window = 3')):
         with pytest.raises(UserError, match=sentence):
             restricted_state.restricted(model, 3)
 
@@ -188,8 +188,8 @@ def tiny_runs(tmp_path_factory, tiny_data):
 def test_figure_5a_of_tiny_runs(tiny_runs, tmp_path):
     result = succeeded(run('-m', 'analysis.gradient_flow', *tiny_runs, f'--out={tmp_path}/a', '--n_documents=3',
                            '--positions=2', '--device=cpu'))
-    assert 'only the first 32 of each document are read\nk up to 16, positions from 2' in result.stdout
-    assert 'method=reverse_sps: the loss of a step does not depend on its own rho' in result.stdout
+    assert 'the first 32 tokens of each document, k up to 16, positions from 2 on' in result.stdout
+    assert 'reverse: the loss of a step does not depend on its own rho' in result.stdout
     lines = {}
     for row in read_csv(tmp_path / 'a.csv'):
         lines.setdefault((row['label'], row['stream']), []).append(float(row['ratio']))

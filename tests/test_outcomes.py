@@ -67,8 +67,9 @@ def test_seed_statistics_equal_textbook_formulas(a, b):
     assert seeds.equivalence_test(a, b, 0.01) == pytest.approx(
         dict(gap=gap, t=worse, degrees=degrees, p=student.cdf(worse, degrees)))
     half = student.ppf(0.975, 2) * statistics.stdev(a) / math.sqrt(3)
-    assert figures.interval(a) == pytest.approx((sum(a) / 3 - half, sum(a) / 3 + half))
-    assert figures.interval([2.0, 2.0]) == (None, None)
+    mean = sum(a) / 3
+    assert figures.mean_and_interval(a) == pytest.approx(dict(mean=mean, low=mean - half, high=mean + half))
+    assert figures.mean_and_interval([2.0, 2.0], *'abc') == {'a': 2.0, 'b': None, 'c': None}
 
 
 def test_seed_tests_need_several_seeds(tmp_path):
@@ -150,9 +151,9 @@ def test_a_window_sweep_has_one_line_per_method(tmp_path):
 
 def test_figures_draw_only_what_was_measured():
     point = {'mean': 3.0, 'lowest': 2.9, 'highest': 3.1, 'seeds': 2}
-    lines = {'sps': [point | {'window': window} for window in (0, 64)], 'standard': [point | {'window': math.inf}]}
+    lines = {'sps': [point | {'window': window} for window in ('0', '64')], 'standard': [point | {'window': 'all'}]}
     axes, = window_sweep.plot(lines).axes
-    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == 'o'] == [[0, 1]]
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == 'o'] == [['0', '64']]
     axes, = seeds.plot([{'label': 'a', 'mean': 3.0, 'low': 2.9, 'high': 3.1},
                         {'label': 'b', 'mean': 3.0, 'low': None, 'high': None}], {'a': [2.95, 3.05], 'b': [3.0]}).axes
     assert [bar.has_yerr for bar in axes.containers] == [True, False]

@@ -28,10 +28,10 @@ class Ahead(torch.nn.Module):
 def test_a_probe_learns_the_offset_encoded_in_the_state():
     torch.manual_seed(0)
     s = probes.Settings(offsets=3, steps=60)
-    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
-    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in layers]
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
     for _ in range(60):
-        probes.train_step(Ahead(), layers, optimizers, torch.randint(1, 4, (8, 17)), 0, 3, s, 1.0)
+        probes.train_step(Ahead(), layers, optimizer, torch.randint(1, 4, (8, 17)), 0, 3, s, 1.0)
     windows = torch.randint(1, 4, (8, 17))
     h = probes.states(Ahead(), windows[:, :-1], s)
     losses = []
@@ -59,7 +59,9 @@ def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
     rows = figures.read_csv(tmp_path / 'probes.csv')
     assert [row['offset'] for row in rows] == ['1', '2', '3'] * 2 and (tmp_path / 'probes.png').exists()
     assert all(4 < float(row['mean']) < 7 for row in rows)
-    assert_sentence(run('-m', 'analysis.probes', tmp_path / 'ntp', '--offsets=17'), 'offsets is 17')
+    for option, sentence in (('--offsets=17', 'offsets is 17'), ('--steps=0', 'steps is 0: expected at least 1'),
+                             ('--learning_rate=-1', 'learning_rate is -1.0')):
+        assert_sentence(run('-m', 'analysis.probes', tmp_path / 'ntp', option), sentence)
     task = '-m', 'analysis.probes', tmp_path / 'ntp', '--data=path_star:degree=2,length=3'
     assert_sentence(run(*task), 'use data with that tokenizer')
     monkeypatch.setattr('common.runs.check_vocabulary', lambda *_: None)

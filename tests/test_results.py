@@ -4,12 +4,14 @@ import json
 import math
 import re
 import statistics
+from operator import itemgetter
 
 import pytest
 from conftest import ROOT
 
 from analysis import claims
-from analysis.figures import interval, paired_gaps, read_csv
+from analysis.figures import by_label, mean_and_interval, paired_gaps, read_csv
+from analysis.runs import group_by
 
 RESULTS = ROOT / 'bench/results'
 SPS = {'SPS': 'sps', '2x Memory': 'two_x_memory', 'Delayed State': 'delayed_state', 'Reverse SPS': 'reverse_sps'}
@@ -51,10 +53,8 @@ def rows(file, key='model'):
 
 def curve(file):
     """Return {label: [(tokens, mean), ...]} of an output of `analysis.loss_curves`."""
-    found = {}
-    for row in read_csv(RESULTS / file):
-        found.setdefault(row['label'], []).append((int(row['tokens']), float(row['mean'])))
-    return found
+    return {label: [(int(row['tokens']), float(row['mean'])) for row in own]
+            for label, own in by_label(read_csv(RESULTS / file)).items()}
 
 
 def measured(file, **values):
@@ -73,12 +73,11 @@ def at(points, tokens):
 
 def drafts():
     """Return {model: [(of one token, of the best length), ...]}: (speed-up, accepted, length)."""
-    found = {}
-    for row in read_csv(RESULTS / 'domains_small.csv'):
-        if row['draft_len'] != 'auto':
-            of_text = found.setdefault(row['run'].removeprefix('out/domains_'), {}).setdefault(row['data'], [])
-            of_text.append((float(row['speedup']), float(row['accepted']), row['draft_len']))
-    return {model: [(cells[0], max(cells)) for cells in of.values()] for model, of in found.items()}
+    fixed, found = [row for row in read_csv(RESULTS / 'domains_small.csv') if row['draft_len'] != 'auto'], {}
+    for (run, _), own in group_by(fixed, itemgetter('run', 'data')).items():
+        cells = [(float(row['speedup']), float(row['accepted']), row['draft_len']) for row in own]
+        found.setdefault(run.removeprefix('out/domains_'), []).append((cells[0], max(cells)))
+    return found
 
 
 def gap(row, sign=1):
@@ -89,10 +88,6 @@ def gap(row, sign=1):
 
 def claim_gap(row, sign=1):
     return gap({'minus_first': row['difference'], 'its_low': row['low'], 'its_high': row['high']}, sign)
-
-
-def mean_and_interval(values):
-    return statistics.mean(values), *interval(values)
 
 
 def mean_of(file, key, column, value):
@@ -124,9 +119,8 @@ def check_tests(page):
 
 
 def check_eight_models(page):
-    found = {}
-    for row in read_csv(RESULTS / 'shootout_64.csv'):
-        found.setdefault(row['model'], {})[row['equal']] = row
+    found = {model: {row['equal']: row for row in own}
+             for model, own in group_by(read_csv(RESULTS / 'shootout_64.csv'), itemgetter('model')).items()}
     budgets = ('tokens', 'training FLOPs', 'wall time')
     for model, of_budget in found.items():
         losses = [of_budget[budget] for budget in budgets]
@@ -331,10 +325,11 @@ def test_intervals_and_verdicts_follow_from_the_losses_of_each_seed():
         losses = [[*map(float, row['losses'].split())] for row in table]
         first = {row.get('equal'): own for row, own in zip(table, losses) if not row['minus_first']}
         for row, own in zip(table, losses):
-            assert (float(row['loss']), float(row['low']), float(row['high'])) == pytest.approx(mean_and_interval(own))
+            found = mean_and_interval(own, 'loss', 'low', 'high')
             if row['minus_first']:
-                assert [float(row[key]) for key in ('minus_first', 'its_low', 'its_high')] == pytest.approx(
-                    mean_and_interval(paired_gaps(own, first[row.get('equal')])))
+                gaps = paired_gaps(own, first[row.get('equal')])
+                found |= mean_and_interval(gaps, 'minus_first', 'its_low', 'its_high')
+            assert {key: float(row[key]) for key in found} == pytest.approx(found)
     saved = claims.add_verdicts([*claims.saved_rows(RESULTS / 'claims/claims.csv').values()])
     assert list(saved) == list(CLAIM) and (RESULTS / 'claims/claims.md').read_text() == claims.markdown(saved)
 
@@ -400,10 +395,8 @@ def test_speeds_of_the_models_follow_from_the_files():
     nextlat.says("a NextLat step takes {:.2f} times GPT's time with a byte vocabulary. With a vocabulary of 50304, it "
                  'takes {:.1f} times its memory. BST with a tenth of its pairs takes {:.1f} times the time and {:.1f} '
                  'times the memory', *costs)
-    found = {}
-    for row in measured('speculative_auto_epyc_cpu.json')['rows']:
-        if row['auto_confidence'] == 0.02:
-            found.setdefault((row['text'], row['temperature']), []).append(row['auto_over_best_fixed'])
-    means = [statistics.mean(values) for values in found.values()]
+    found = [row for row in measured('speculative_auto_epyc_cpu.json')['rows'] if row['auto_confidence'] == 0.02]
+    means = [statistics.mean(row['auto_over_best_fixed'] for row in of_text)
+             for of_text in group_by(found, itemgetter('text', 'temperature')).values()]
     Page('docs/decoding.md').says('`auto` is {:.2f} to {:.2f} times as fast as the best fixed length',
                                   min(means), max(means))

@@ -76,19 +76,19 @@ def test_table_values_follow_from_the_runs(tmp_path):
 
 
 def test_one_model_far_from_the_others_is_off_the_scale():
-    def rows(*gaps):
-        return [{'minus_first': gap, 'its_low': gap and gap - 0.01, 'its_high': gap and gap + 0.01} for gap in gaps]
-    assert shootout.limit(rows(None, 0.1, -0.2, 1.3)) == pytest.approx(0.21)
-    assert shootout.limit(rows(None, 0.1, -0.2, 0.3)) == pytest.approx(0.31)
+    for losses, top in (((1.5, 1.6, 2.9), 1.5 + 1.1 * 0.1), ((1.5, 1.6, 1.69), 1.5 + 1.1 * 0.19)):
+        rows = [{'loss': loss, 'high': None} for loss in losses]
+        assert shootout.highest_shown(rows) == pytest.approx(top)
 
 
 @pytest.mark.long
 def test_two_models_run_end_to_end(tiny_data, tmp_path, monkeypatch):
     monkeypatch.setattr(shootout, 'CONTEXTS', (64, 128))
+    monkeypatch.setattr(shootout, 'DECODED', 4)
     out = tmp_path / 'out'
     command = ['-m', 'analysis.shootout', f'--data={tiny_data}', '--models=standard,nextlat', '--n_layer=4',
                '--n_embd=64', '--head_size=16', '--block_size=32', '--budget=1e9', '--seeds=1',
-               '--decode_tokens=4', '--eval_tokens=500', f'--out_dir={out}']
+               '--eval_tokens=500', f'--out_dir={out}']
     succeeded(run(*command))
     rows = read_csv(out / 'shootout.csv')
     assert [(row['name'], row['equal']) for row in rows] == [

@@ -277,22 +277,6 @@ def rotary(x, position, theta=10000.0):
     return torch.cat([y.real, y.imag], -1)
 
 
-def assert_equal_states(got, want):
-    """Check that nested lists and dicts of tensors and other values are equal, bitwise."""
-    assert type(got) is type(want) or isinstance(got, (list, tuple)) and isinstance(want, (list, tuple))
-    if isinstance(want, torch.Tensor):
-        assert got.dtype == want.dtype and torch.equal(got, want)
-    elif isinstance(want, dict):
-        assert got.keys() == want.keys()
-        for key in want:
-            assert_equal_states(got[key], want[key])
-    elif isinstance(want, (list, tuple)):
-        for a, b in zip(got, want, strict=True):
-            assert_equal_states(a, b)
-    else:
-        assert got == want
-
-
 def dense_attention(q, k, v, seen, bias=0.0):
     """Dense masked attention: scores, mask, softmax. Exact in float64.
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import STEP_TOKENS, assert_sentence, config_json, contents, losses, run, succeeded, train_tiny
 
 import train
-from common import checkpoint, continuing, models, runs
+from common import continuing, models, runs
 from common.files import UserError
 
 pytestmark = pytest.mark.slow
@@ -52,10 +52,6 @@ def test_an_extended_run_equals_a_long_run_bitwise(short, tiny_data, tmp_path):
     shutil.rmtree(tmp_path / 'longer/ckpt/step_00000040')
     assert 'from step 39' in succeeded(run(*resume)).stdout
     assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
-
-
-def test_the_checkpoint_before_the_decay_is_kept(short):
-    assert [path.name[-2:] for path in checkpoint.checkpoints(short)] == ['20', '19', '18']
 
 
 def test_extending_a_constant_schedule_starts_from_the_newest_checkpoint(tiny_data, tmp_path):

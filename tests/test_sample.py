@@ -138,6 +138,6 @@ def test_command_line(tiny_run, tmp_path):
 @pytest.mark.parametrize('args, part', [
     ([], 'no run given'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
     (['RUN'], 'no prompt'), (['RUN', 'a', '--file=none.txt'], "No such file or directory: 'none.txt'"),
-    (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
+    (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
 def test_bad_input_gives_a_clear_error(tiny_run, args, part):
     assert_sentence(run('sample.py', *[tiny_run if arg == 'RUN' else arg for arg in args]), part)

@@ -147,7 +147,10 @@ def assert_same_gradients(have, want, tolerance):
 def test_unrolls_and_streaming_equal_the_papers_equations(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
-    want = gradients(model, nll(model, unrolled(model, idx, 3), targets))
+    *_, z = model.iterates(idx, 3)
+    exact = unrolled(model, idx, 3)
+    assert (z - exact).norm() < 1e-8 * exact.norm()
+    want = gradients(model, nll(model, exact, targets))
     assert_same_gradients(gradients(model, model(idx, targets)['loss']), want, 1e-8)
     want = norm(streamed(model, idx), model.norm) @ model.head.weight.T
     assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # the tolerance of prefill

@@ -125,16 +125,11 @@ def bit_flips(path, n):
     """Flip a random bit of a file n times, each time yielding which bit and then restoring it."""
     rng, whole = random.Random(0), path.read_bytes()
     for _ in range(n):
-        yield flip_bit(path, rng)
+        byte, bit, content = rng.randrange(len(whole)), rng.randrange(8), bytearray(whole)
+        content[byte] ^= 1 << bit
+        path.write_bytes(content)
+        yield f'bit {bit} of byte {byte} of {path}'
         path.write_bytes(whole)
-
-
-def flip_bit(path, rng):
-    content = bytearray(path.read_bytes())
-    byte, bit = rng.randrange(len(content)), rng.randrange(8)
-    content[byte] ^= 1 << bit
-    path.write_bytes(content)
-    return f'bit {bit} of byte {byte} of {path}'
 
 
 # ---- running the scripts ----

@@ -125,16 +125,11 @@ def bit_flips(path, n):
     """Flip a random bit of a file n times, each time yielding which bit and then restoring it."""
     rng, whole = random.Random(0), path.read_bytes()
     for _ in range(n):
-        yield flip_bit(path, rng)
+        byte, bit, content = rng.randrange(len(whole)), rng.randrange(8), bytearray(whole)
+        content[byte] ^= 1 << bit
+        path.write_bytes(content)
+        yield f'bit {bit} of byte {byte} of {path}'
         path.write_bytes(whole)
-
-
-def flip_bit(path, rng):
-    content = bytearray(path.read_bytes())
-    byte, bit = rng.randrange(len(content)), rng.randrange(8)
-    content[byte] ^= 1 << bit
-    path.write_bytes(content)
-    return f'bit {bit} of byte {byte} of {path}'
 
 
 # ---- running the scripts ----
@@ -275,22 +270,6 @@ def rotary(x, position, theta=10000.0):
     angle = position * theta ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
     y = torch.complex(*x.chunk(2, -1)) * torch.complex(angle.cos(), angle.sin()).to(torch.complex128)
     return torch.cat([y.real, y.imag], -1)
-
-
-def assert_equal_states(got, want):
-    """Check that nested lists and dicts of tensors and other values are equal, bitwise."""
-    assert type(got) is type(want) or isinstance(got, (list, tuple)) and isinstance(want, (list, tuple))
-    if isinstance(want, torch.Tensor):
-        assert got.dtype == want.dtype and torch.equal(got, want)
-    elif isinstance(want, dict):
-        assert got.keys() == want.keys()
-        for key in want:
-            assert_equal_states(got[key], want[key])
-    elif isinstance(want, (list, tuple)):
-        for a, b in zip(got, want, strict=True):
-            assert_equal_states(a, b)
-    else:
-        assert got == want
 
 
 def dense_attention(q, k, v, seen, bias=0.0):

@@ -96,17 +96,14 @@ def test_attention_equals_dense_masked_attention(method, values, T, kind, querie
     assert_close([got.transpose(1, 2)], [want], 1e-5)
 
 
-@pytest.mark.parametrize('method', ['sps', 'delayed_state', 'reverse_sps', 'two_x_memory'])
-def test_flex_attention_visits_at_most_15_percent_more_pairs_than_needed(method):
-    T, sees = 4096, pattern(method).sees
+def test_flex_attention_visits_at_most_15_percent_more_pairs_than_needed():
+    T, sees = 4096, pattern('sps').sees
     blocks, _ = K.flex_mask(sees, None, T, 'cpu', None, BOTH, BOTH)
     visited = (blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()).item() * 128 ** 2
-    needed = K._whole_mask(sees, T, None, BOTH, BOTH, 'cpu').sum().item()
-    print(f'{method}: {visited / 1e6:.1f}M pairs visited, {needed / 1e6:.1f}M needed: {visited / needed:.3f}')
-    assert visited <= 1.15 * needed
+    assert visited <= 1.15 * K._whole_mask(sees, T, None, BOTH, BOTH, 'cpu').sum().item()
 
 
-@pytest.mark.parametrize('T', [129, 300, 1000])
+@pytest.mark.parametrize('T', [129, 520])
 @pytest.mark.parametrize('method, values, queries', [
     (None, {}, X), (None, dict(window=64), X), ('sps', {}, BOTH), ('sps', dict(window=0), RHO),
     ('sps', dict(persistent_window=5), X), ('delayed_state', {}, RHO), ('two_x_memory', {}, BOTH)])
@@ -254,14 +251,6 @@ def test_weights_that_share_a_gradient_are_counted_once():
         assert (W.grad - want).abs().max() < 1e-5 * want.abs().max() and torch.equal(W.grad, U.grad)
         assert (b.grad == n_chunks).all()
         W.grad = U.grad = b.grad = None
-
-
-@pytest.mark.parametrize('in_softmax', [True, False])
-def test_padding_rows_take_part_in_the_training_softmax_if_set(in_softmax):
-    model = model_standard.Model(model_standard.Config(**SINGLE, pad_rows_in_loss=in_softmax))
-    idx = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(0))
-    logits = model._logits(model.final_hidden(idx)).double()[..., :64 if in_softmax else 60]
-    assert abs(model(idx, idx)['loss'] - F.cross_entropy(logits.flatten(0, 1), idx.flatten())) < 1e-6
 
 
 def test_bf16_loss_computes_log_sum_exp_in_fp32(device):

@@ -3,6 +3,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import conftest
 import pytest
 from conftest import config_json, run, succeeded, train_tiny
 
@@ -30,9 +31,8 @@ def prepared(tokenizer, tmp_path_factory):
     pytest.importorskip('datasets')
     folder = tmp_path_factory.mktemp('bos')
     (folder / 'texts.jsonl').write_text(''.join(json.dumps({'text': text, 'id': text}) + '\n' for text in TEXTS))
-    succeeded(run('prepare_fineweb.py', folder / 'texts.jsonl', f'--tokenizer={tokenizer}', '--bos',
-                  '--val_fraction=0.3', '--workers=1', f'--out_dir={folder}/data'))
-    return folder / 'data'
+    return conftest.prepared(folder / 'texts.jsonl', folder / 'data', f'--tokenizer={tokenizer}', '--bos',
+                             '--val_fraction=0.3')
 
 
 @pytest.fixture(scope='module')

@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+import test_nextlat
 import torch
 import torch.nn.functional as F
 from test_nextlat import block, norm, soft_cap
@@ -13,15 +14,7 @@ import attn_kernels
 import model_bst
 
 EOS = 19
-
-
-def make(dtype=torch.float64, **values):
-    torch.manual_seed(0)
-    shape = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, n_text=24)
-    model = model_bst.Model(model_bst.Config(**shape | values)).to(dtype)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3) if p.dim() >= 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
-    return model
+make = functools.partial(test_nextlat.make, 'bst', n_text=24)
 
 
 def paper_losses(model, idx, targets, cap):
@@ -79,11 +72,9 @@ def paper_losses(model, idx, targets, cap):
                                   dict(eos_id=EOS, pair_share=0.4), dict(eos_id=None, pair_share=0.6, min_k=2)],
                          ids=lambda case: ' '.join(f'{k}={v}' for k, v in case.items()))
 @pytest.mark.parametrize('cap', [None, 0.5])
-def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, cap, monkeypatch):
+def test_losses_and_gradients_equal_a_loop_over_pairs(case, last_counts, cap):
     """cap: a soft cap on the next-token logits, added in `_logits` as a fork would do."""
-    plain = model_bst.Model._logits
-    monkeypatch.setattr(model_bst.Model, '_logits', lambda model, h: soft_cap(plain(model, h), cap))
-    model = make(**case).eval()
+    model = make(cap=cap, **case).eval()
     x = torch.randint(0, 19, (2, 9), generator=torch.Generator().manual_seed(1))
     x[0, [2, 3]] = x[1, 7] = EOS
     idx, targets = x[:, :-1], x[:, 1:].clone()
@@ -119,7 +110,7 @@ def test_hidden_layer_is_computed_in_chunks_of_pairs(monkeypatch):
         return attn_kernels.chunked_loss(fn, rows, params, 2 ** 26, shared)
     monkeypatch.setattr(model_bst, 'chunked_loss', in_short_chunks)
     monkeypatch.setattr(F, 'gelu', lambda x: hidden.append(len(x)) or gelu(x))
-    model, tokens = make(torch.float32, eos_id=None, n_text=64), torch.zeros(1, 100, dtype=torch.int64)
+    model, tokens = make(dtype=torch.float32, eos_id=None, n_text=64), torch.zeros(1, 100, dtype=torch.int64)
     model(tokens, tokens)['loss'].backward()
     n_pairs = 101 * 102 // 2 + 100
     assert max(hidden) < 0.1 * n_pairs and widths[0] >= 2 * 24 + 64  # two softmaxes and the hidden layer
@@ -127,7 +118,7 @@ def test_hidden_layer_is_computed_in_chunks_of_pairs(monkeypatch):
 
 def test_flops_per_token_equal_the_flop_counter():
     """Attention is not counted, but it is small in this model."""
-    model = make(torch.float32, n_embd=64, n_text=16, vocab_size=2048, eos_id=None, pair_share=0.5)
+    model = make(dtype=torch.float32, n_embd=64, n_text=16, vocab_size=2048, eos_id=None, pair_share=0.5)
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens)['loss'].backward()

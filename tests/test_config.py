@@ -1,6 +1,5 @@
 """Settings from the command line, config files and config.json, and errors for bad ones."""
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -9,15 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 from conftest import ROOT
 
-import model_nextlat
 import train
 from common import models, run_settings, runs
 from common.files import UserError, command
 from common.settings import load_settings
-from data.tokenizers import padded_vocab
 
 
 def model_config_class(name):
@@ -145,11 +141,6 @@ def test_printed_commands_work_in_the_current_directory(tmp_path, monkeypatch):
     assert command('-m', 'analysis.scores', 'a') == f'PYTHONPATH={os.path.relpath(ROOT)} python -m analysis.scores a'
 
 
-def test_double_dash_ends_the_options():
-    settings, positional, given = load_settings(Example, ['run', '--count=2', '--', '--text=b', '-h', '--'])
-    assert positional == ['run', '--text=b', '-h', '--'] and given == {'count': 2} and settings.text == 'a'
-
-
 @pytest.mark.parametrize('doc', [__doc__, None])  # None: python -OO
 def test_help_lists_every_setting_with_type_default_and_comment(capsys, monkeypatch, doc):
     monkeypatch.setattr(sys.modules[__name__], '__doc__', doc)
@@ -187,19 +178,3 @@ def test_missing_or_bad_fields_of_config_json_are_named(tmp_path, place):
         (tmp_path / 'config.json').write_text(json.dumps(record | {part: damaged} if part else damaged))
         with pytest.raises(UserError, match=key):
             runs.read_run(tmp_path)
-
-
-@pytest.mark.parametrize('name, n_ids, whole, p_psi', [('a5', 61, 6.43e6, 2.62e6), ('manhattan', 4588, 88.5e6, None)])
-def test_nextlat_task_models_have_the_papers_parameter_counts(name, n_ids, whole, p_psi):
-    """The paper counts the blocks and p_psi for A5, but the whole GPT for Manhattan."""
-    config = importlib.import_module(f'config.nextlat.{name}')
-    own = {f.name for f in dataclasses.fields(model_nextlat.Config)} & vars(config).keys()
-    of_data = dict(vocab_size=padded_vocab(n_ids), n_ids=n_ids, eos_id=None)
-    with torch.device('meta'):
-        model = model_nextlat.Model(model_nextlat.Config(**{key: getattr(config, key) for key in own} | of_data))
-    n_of = {part: sum(p.numel() for p in module.parameters()) for part, module in model.named_children()}
-    if p_psi:
-        assert n_of['dynamics'] == pytest.approx(p_psi, rel=5e-3)
-        assert n_of['blocks'] + n_of['norm'] == pytest.approx(whole, rel=5e-3)
-    else:
-        assert sum(n_of.values()) - n_of['dynamics'] == pytest.approx(whole, rel=5e-3)

@@ -1,5 +1,6 @@
 """Data folders: writing, training order, validation windows, and damaged files."""
 import json
+import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
@@ -9,7 +10,7 @@ import filelock
 import numpy as np
 import pytest
 import torch
-from conftest import shard_ids
+from conftest import bit_flips, byte_documents, run, shard_ids, succeeded
 
 import data
 from common.files import UserError
@@ -123,11 +124,16 @@ def test_validation_loss_does_not_depend_on_block_size(tiny_data, eos_id):
 
 
 @pytest.mark.slow
-def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash():
+def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path):
+    """Another process builds the same in the folder that BUILT_DATA names."""
+    code = 'from data import open_data; print("in", open_data("python_docs").folder)'
+    succeeded(run('-c', code, env={**os.environ, 'BUILT_DATA': str(tmp_path)}))
     found = [*python_docs.documents()]
-    assert found == [*python_docs.documents()] and len({text for _, text in found}) == len(found)
-    assert all(split == sources.split_of(text) for split, text in found)
-    n_bytes = {name: sum(len(text.encode()) for split, text in found if split == name) for name in ('train', 'val')}
+    assert len({text for _, text in found}) == len(found)
+    for name in ('train', 'val'):
+        texts = [text for split, text in found if split == name]
+        assert byte_documents(tmp_path / 'python_docs', name) == texts and {*map(sources.split_of, texts)} == {name}
+    n_bytes = {name: split['bytes'] for name, split in Data(tmp_path / 'python_docs').splits.items()}
     assert 1.5e6 < n_bytes['train'] < 4e6 and n_bytes['val'] > 3e4
 
 
@@ -154,7 +160,6 @@ def copy(tiny_data, tmp_path):
 
 @pytest.mark.parametrize('content, read, sentence', [
     (b'short', Data, '{shard} has 5 bytes, expected'), (None, Data, '{shard} is missing'),
-    (b'\xff' * 20_000, lambda folder: Data(folder).verify(), '{shard} does not match its checksum'),
     (b'\xff' * 20_000, lambda folder: Data(folder).tokens('train', 0, 10000), 'contains id 65535, but its tokenizer')])
 def test_a_damaged_shard_gives_a_clear_error(copy, content, read, sentence):
     shard = copy / 'train_00001.bin'
@@ -164,6 +169,16 @@ def test_a_damaged_shard_gives_a_clear_error(copy, content, read, sentence):
         shard.write_bytes(content[:size])
     with pytest.raises(UserError, match=re.escape(sentence.format(shard=shard))):
         read(copy)
+
+
+def test_verify_finds_a_flipped_bit_in_a_shard(copy):
+    shards = [*copy.glob('*.bin')]
+    for shard in shards:
+        for place in bit_flips(shard, -(-100 // len(shards))):
+            with pytest.raises(UserError, match=f'{shard.name} does not match its checksum'):
+                Data(copy).verify()
+                raise AssertionError(f'{place} was not detected')
+    Data(copy).verify()
 
 
 def test_a_shard_that_is_cut_while_it_is_read_is_named(copy):

@@ -8,19 +8,10 @@ import pytest
 from conftest import STEP_TOKENS, assert_sentence, config_json, contents, losses, run, succeeded, train_tiny
 
 import train
-from common import checkpoint, continuing, models, runs
+from common import continuing, models, runs
 from common.files import UserError
 
 pytestmark = pytest.mark.slow
-
-NUMBERS = ('step', 'tokens', 'loss', 'nll', 'grad_norm', 'lr', 'val')
-
-
-def numbers(folder, up_to=10 ** 9):
-    """Return the values logged at each step, except times."""
-    log = runs.read_log(folder)
-    return [{name: record.get(name) for name in NUMBERS} for record in log if record['step'] <= up_to]
-
 
 @pytest.fixture(scope='module')
 def short(tiny_data, tmp_path_factory):
@@ -38,7 +29,7 @@ def test_an_extended_run_equals_a_long_run_bitwise(short, tiny_data, tmp_path):
     source = shutil.copytree(short, tmp_path / 'short')
     before = contents(source)
     assert 'from step 18' in succeeded(extend(source, tmp_path / 'longer', 40)).stdout
-    assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole') and len(numbers(tmp_path / 'longer')) == 40
+    assert losses(tmp_path / 'longer') == losses(tmp_path / 'whole') and len(losses(tmp_path / 'longer')) == 40
     assert contents(source) == before
     record = config_json(tmp_path / 'longer')['settings']
     assert record['extend'] == str(source) and record['max_tokens'] == 40 * STEP_TOKENS
@@ -47,15 +38,11 @@ def test_an_extended_run_equals_a_long_run_bitwise(short, tiny_data, tmp_path):
     log = tmp_path / 'longer/log.jsonl'  # killed before its first checkpoint: starts from the source again
     log.write_text(log.read_text().partition('{"saved"')[0])
     assert 'from step 18' in succeeded(run(*resume)).stdout
-    assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
+    assert losses(tmp_path / 'longer') == losses(tmp_path / 'whole')
     shutil.rmtree(source)
     shutil.rmtree(tmp_path / 'longer/ckpt/step_00000040')
     assert 'from step 39' in succeeded(run(*resume)).stdout
-    assert numbers(tmp_path / 'longer') == numbers(tmp_path / 'whole')
-
-
-def test_the_checkpoint_before_the_decay_is_kept(short):
-    assert [path.name[-2:] for path in checkpoint.checkpoints(short)] == ['20', '19', '18']
+    assert losses(tmp_path / 'longer') == losses(tmp_path / 'whole')
 
 
 def test_extending_a_constant_schedule_starts_from_the_newest_checkpoint(tiny_data, tmp_path):

@@ -44,8 +44,11 @@ def test_initial_weights_match_the_official_code():
             assert largest > 1.1 if is_normal else 0.97 < largest <= 1 + 1e-6
 
 
-def paper_states(model, idx):
-    """Compute the states of one window (T, C) from the equations, head by head."""
+def paper_states(model, idx, edit=''):
+    """Compute the states of one window (T, C) from the equations, head by head.
+
+    edit: the model in edits/ whose changed equation replaces the paper's.
+    """
     w, c = dict(model.named_parameters()), model.config
 
     def rms(x, name):
@@ -61,13 +64,19 @@ def paper_states(model, idx):
     s = g = torch.zeros(c.n_embd, dtype=torch.float64)
     memory, states = [torch.zeros(c.d_v, c.d_k, dtype=torch.float64) for _ in heads], []
     for x in idx:
-        last = g
+        last, carried = g, g if edit == 'prediction_not_carried' else s
         u = linear(rms(w['embed.weight'][x], 'embed_norm'), 'fuse')
-        g = torch.sigmoid(linear(rms(s, 'ground_norm'), 'ground_gate')) * s + u  # eq. 4
+        gate = torch.sigmoid(linear(rms(carried, 'ground_norm'), 'ground_gate'))
+        g = (1 if edit == 'gate_at_one' else gate) * carried + u  # eq. 4
         if c.n_head:
-            now, key = rms(g, 'write.norm'), linear(rms(last, 'write.norm'), 'write.key')
+            now = rms(g, 'write.norm')
+            key = linear(now if edit == 'key_from_this_state' else rms(last, 'write.norm'), 'write.key')
             values, beta = linear(now, 'write.value'), torch.sigmoid(linear(now, 'write.beta'))
             gamma = -w['write.log_rate'].exp() * F.softplus(linear(now, 'write.decay') + w['write.dt_bias'])  # eq. 9
+            if edit == 'no_write_gate':
+                beta = torch.ones_like(beta)
+            if edit == 'no_decay':
+                gamma = torch.zeros_like(gamma)
             for h in heads:
                 k, v = unit(key[h * c.d_k:(h + 1) * c.d_k].relu()), values[h * c.d_v:(h + 1) * c.d_v]  # eq. 8
                 memory[h] = gamma[h].exp() * memory[h] + beta[h] * torch.outer(v - memory[h] @ k, k)  # eq. 10
@@ -108,6 +117,12 @@ def assert_near(have, want, tolerance, all_matter=True):
         assert y.isfinite().all() and (y.any() or not all_matter) and (x - y).norm() <= tolerance * y.norm()
 
 
+def scale_keys(model, factor):
+    for name, p in model.named_parameters():
+        if '.key.' in name or '.query.' in name:
+            p.data *= factor
+
+
 def loss_and_gradients(model, states, idx):
     logits = model.head(model.head_input(states))
     loss = F.cross_entropy(logits.flatten(0, 1), idx.roll(-1, 1).flatten())
@@ -123,7 +138,7 @@ def test_the_loop_equals_the_papers_equations(n_layer, n_head):
 
 
 @forms
-@hypothesis.settings(max_examples=30, derandomize=True, deadline=None)
+@hypothesis.settings(max_examples=20, derandomize=True, deadline=None)
 @hypothesis.given(shape=st.sampled_from([(1, 0), (1, 2), (2, 0), (2, 2), (3, 1)]), eos_id=st.sampled_from([None, 59]),
                   bptt_len=st.sampled_from([None, 1, 5, 7]), segment_len=st.sampled_from([1, 5, 100]),
                   T=st.sampled_from([1, 2, 7, 23]), key_scale=st.sampled_from([1.0, 1e-6]))
@@ -135,9 +150,7 @@ def test_values_and_gradients_equal_repeated_steps(form, shape, eos_id, bptt_len
     n_layer, n_head = shape
     model, idx = make(n_layer=n_layer, n_head=n_head, bptt_len=bptt_len, eos_id=eos_id, segment_len=segment_len)
     idx = idx[:, :T]
-    for name, p in model.named_parameters():
-        if '.key.' in name or '.query.' in name:
-            p.data *= key_scale
+    scale_keys(model, key_scale)
     want = loss_and_gradients(model, plain_states(model, idx), idx)
     states = set_form(model, form).states(idx)
     assert_near(loss_and_gradients(model, states, idx), want, 1e-8, all_matter=T == 23)

@@ -15,6 +15,7 @@ import attn_kernels
 import model_standard
 import train
 from common import machine, models, settings
+from data.tokenizers import padded_vocab
 from reproduce.context_ready import ROWS, training
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
@@ -93,9 +94,9 @@ def paper_settings(name):
     return settings.load_settings(train.Settings, argv, config_of=lambda model: models.model_file(model).Config)[2]
 
 
-def paper_model(name):
+def paper_model(name, **of_data):
     """Build the model of `paper_settings` on the meta device."""
-    values = paper_settings(name)
+    values = paper_settings(name) | of_data
     module = models.model_file(values.get('model', 'standard'))
     names = module.Config.__dataclass_fields__
     with torch.device('meta'):
@@ -321,7 +322,7 @@ def test_compiled_cuda_training_equals_eager_and_is_compiled_once(variant, monke
     model = make(variant, device).train()
     compiled, graphs = machine.Machine(0, 1, torch.device(device)).compiled(copy.deepcopy(model), True), []
     for seed in range(3):
-        idx = some_tokens(2, 64 if device == 'cuda' else 20, seed).to(device)
+        idx = some_tokens(2, 64 if device == 'cuda' else 12, seed).to(device)
         results = []
         for called in (model, compiled):
             torch.manual_seed(0)  # BST draws pairs
@@ -388,6 +389,16 @@ def test_parameter_counts_match_the_papers(path, millions):
     digits = 1 if isinstance(millions, float) else -1 if millions % 10 == 0 and path.startswith('nextlat') else 0
     found = sum(p.numel() for p in paper_model(path).parameters()) / 1e6
     assert round(found, digits) == millions
+
+
+def test_nextlat_task_models_have_the_papers_parameter_counts():
+    """The paper counts the blocks and p_psi for A5, but the whole GPT for Manhattan."""
+    a5, manhattan = (paper_model(f'nextlat/{name}', n_ids=n_ids, vocab_size=padded_vocab(n_ids))
+                     for name, n_ids in (('a5', 61), ('manhattan', 4588)))
+    count = models.count_parameters
+    assert count(a5.dynamics) == pytest.approx(2.62e6, rel=5e-3)
+    assert count(a5.blocks) + count(a5.norm) == pytest.approx(6.43e6, rel=5e-3)
+    assert count(manhattan) - count(manhattan.dynamics) == pytest.approx(88.5e6, rel=5e-3)
 
 
 @pytest.mark.parametrize('name, values, sentence', [

@@ -17,8 +17,8 @@ def make(name='nextlat', eos_id=EOS, dtype=torch.float64, cap=None, **values):
     """Return a small model with large weights. cap: soft cap of the logits, as in a fork."""
     torch.manual_seed(0)
     module = models.model_file(name)
-    config = module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=eos_id, **values)
-    model = module.Model(config).to(dtype)
+    shape = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20)
+    model = module.Model(module.Config(eos_id=eos_id, **shape | values)).to(dtype)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.dim() >= 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
     if cap:

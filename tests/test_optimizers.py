@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from conftest import assert_equal_states
 
 import model_gdn
 import model_nextlat
@@ -50,6 +49,18 @@ def step(model, optimizer, seed, scale=1.0):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     train.step_if_finite(optimizer, norm, torch.zeros(3))
     optimizer.zero_grad()
+
+
+def assert_equal_states(got, want):
+    """Check that nested lists and dicts of tensors and other values are equal, bitwise."""
+    if isinstance(want, torch.Tensor):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    elif isinstance(want, (dict, list, tuple)):
+        assert len(got) == len(want)
+        for key in want if isinstance(want, dict) else range(len(want)):
+            assert_equal_states(got[key], want[key])
+    else:
+        assert got == want
 
 
 @pytest.mark.parametrize('name', [*OPTIMIZERS, 'Muon'])

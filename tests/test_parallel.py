@@ -1,16 +1,15 @@
 """Several processes: FSDP equals DDP, and runs resume on any number of processes."""
 import json
 import os
-import random
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, STEP_TOKENS, TINY, flip_bit, run, run_subprocess, succeeded
+from conftest import ROOT, STEP_TOKENS, TINY, bit_flips, losses, run, run_subprocess, succeeded
 
 import train
-from common import checkpoint, machine, models, run_settings, runs
+from common import checkpoint, machine, models, run_settings
 from common.dry_run import state_bytes
 from common.files import UserError
 from data import open_data
@@ -102,11 +101,9 @@ def resume(out, processes, step, *args):
     return result
 
 
-def losses(out):
-    return [record['loss'] for record in runs.read_log(out)]
-
-
-def is_close(have, want):
+def is_close(out, other):
+    """Return True if two runs have logged all steps, with the same losses."""
+    have, want = ([loss for loss, *_ in losses(folder).values()] for folder in (out, other))
     return len(have) == len(want) == STEPS and max(abs(a - b) for a, b in zip(have, want)) < 1e-5
 
 
@@ -134,10 +131,19 @@ def trained(tiny_data, tmp_path_factory):
 @pytest.mark.parametrize('model', QUICK)
 def test_fsdp_gives_the_losses_and_checkpoints_of_ddp(trained, model):
     sharded, copied = trained / f'{model}_fsdp', trained / f'{model}_ddp'
-    assert is_close(losses(sharded), losses(copied))
+    assert is_close(sharded, copied)
     (state, tensors), (its_state, its_tensors) = (checkpoint.load_checkpoint(out, True) for out in (sharded, copied))
     assert state['optimizer'] == its_state['optimizer'] and tensors.keys() == its_tensors.keys()
     assert all(torch.allclose(tensors[name], its_tensors[name], atol=1e-4) for name in tensors)
+
+
+@pytest.mark.slow
+def test_two_processes_log_what_one_logs(trained, tiny_data, tmp_path):
+    succeeded(run('train.py', *arguments(tiny_data, tmp_path / 'alone', 'standard')))
+    alone, both = (losses(out) for out in (tmp_path / 'alone', trained / 'standard_ddp'))
+    assert alone.keys() == both.keys()
+    for step in alone:
+        assert both[step] == pytest.approx(alone[step], rel=1e-4, abs=1e-4), step
 
 
 @pytest.mark.parametrize('environment, ranks, is_child', [
@@ -185,7 +191,7 @@ def test_checkpointed_sharded_blocks_are_compiled_whole(tmp_path):
 def test_one_process_resumes_from_a_sharded_checkpoint(trained, tmp_path):
     out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 20)
     resume(out, 1, 20)
-    assert is_close(losses(out), losses(trained / 'standard_fsdp'))
+    assert is_close(out, trained / 'standard_fsdp')
 
 
 @pytest.mark.parametrize('settings, sentence', [
@@ -225,7 +231,7 @@ def test_every_model_trains_with_fsdp_as_with_ddp(tiny_data, tmp_path, processes
     for model in MODELS:
         succeeded(run('train.py', *arguments(tiny_data, tmp_path / model, model)))
         for kind in kinds:
-            assert is_close(losses(tmp_path / f'{model}_{kind}'), losses(tmp_path / model)), (model, kind)
+            assert is_close(tmp_path / f'{model}_{kind}', tmp_path / model), (model, kind)
 
 
 @pytest.mark.long
@@ -235,19 +241,19 @@ def test_a_run_on_two_then_one_then_four_processes_equals_the_uninterrupted_run(
     resume(out, 1, 20)
     out = copy_up_to(out, tmp_path / 'further', 30)
     resume(out, 4, 30)
-    assert is_close(losses(out), losses(trained / 'standard_fsdp'))
+    assert is_close(out, trained / 'standard_fsdp')
     for kind in ('ddp', 'fsdp'):
         again = copy_up_to(out, tmp_path / kind, 40)
         resume(again, 2, 40, f'--parallel={kind}')
-        assert is_close(losses(again), losses(trained / 'standard_fsdp'))
+        assert is_close(again, trained / 'standard_fsdp')
 
 
 @pytest.mark.long
 def test_all_processes_fall_back_from_a_damaged_checkpoint(trained, tmp_path):
     out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 30)
-    flip_bit(out / 'ckpt/step_00000030/optimizer.safetensors', random.Random(0))
+    next(bit_flips(out / 'ckpt/step_00000030/optimizer.safetensors', 1))  # and do not restore it
     assert resume(out, 2, 20).stderr.count('step_00000030 is damaged') == 1
-    assert is_close(losses(out), losses(trained / 'standard_fsdp'))
+    assert is_close(out, trained / 'standard_fsdp')
 
 
 # Kills all processes (kill -9) while a checkpoint is written.
@@ -271,4 +277,4 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_previous_one(tiny_data,
     assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000010']
     resume(tmp_path / 'run', 2, 10)
     assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))
-    assert is_close(losses(tmp_path / 'run'), losses(trained / 'standard_ddp'))
+    assert is_close(tmp_path / 'run', trained / 'standard_ddp')

@@ -78,12 +78,11 @@ def test_streamed_and_local_data_give_the_same_shards(streamed, fineweb, records
     assert contents(prepared(fineweb, tmp_path / 'local', '--workers=2')) == contents(streamed)
 
 
-@pytest.mark.parametrize('n', [2, 40, 1000])
-def test_the_printed_training_command_runs(n, tmp_path):
-    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'id': i, 'text': f'Line {i} of a long text.'}) + '\n'
-                                              for i in range(n)))
+def test_the_printed_training_command_runs(tmp_path):
+    """Even if the data are two documents."""
+    (tmp_path / 'a.jsonl').write_text('{"id": 1, "text": "Line 1 of a text."}\n{"id": 2, "text": "Another line."}\n')
     result = succeeded(prepare(tmp_path / 'a.jsonl', tmp_path / 'out', '--val_fraction=0.001'))
-    assert Data(tmp_path / 'out').splits['val']['documents'] == {2: 1, 40: 2, 1000: 10}[n]
+    assert Data(tmp_path / 'out').splits['val']['documents'] == 1
     command = shlex.split(result.stdout.splitlines()[-1].partition(' is ready: ')[2])
     assert command[:2] == ['python', 'train.py']
     small = [arg for arg in TINY if not arg.startswith('--block_size')]

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import assert_sentence, run, succeeded, train_tiny
+from conftest import assert_sentence, run, succeeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_speculative import PROMPTS, make
@@ -121,30 +121,23 @@ def test_text_is_streamed_up_to_the_stop_string(text, stop):
 
 # ---- the command line ----
 
-@pytest.fixture(scope='module')
-def trained(tiny_data, tmp_path_factory):
-    out = tmp_path_factory.mktemp('runs') / 'trained'
-    succeeded(train_tiny(tiny_data, out, '--block_size=64', steps=10))
-    return out
-
-
 @pytest.mark.slow
-def test_command_line(trained, tmp_path):
-    one, again = (run('sample.py', trained, 'ab cd', '--max_new_tokens=20', '--ignore_eos') for _ in range(2))
+def test_command_line(tiny_run, tmp_path):
+    one, again = (run('sample.py', tiny_run, 'ab cd', '--max_new_tokens=20', '--ignore_eos') for _ in range(2))
     assert one.returncode == 0 and one.stdout.startswith('ab cd') and again.stdout == one.stdout
     assert '20 tokens in' in one.stderr and 'cache' in one.stderr
     (tmp_path / 'prompts.txt').write_text('ab\ncd e\n')
-    many = run('sample.py', trained, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
+    many = run('sample.py', tiny_run, 'first', f'--file={tmp_path}/prompts.txt', '--max_new_tokens=5')
     assert many.stdout.count('---') == 3 and 'cd e' in many.stdout
-    assert run('sample.py', trained, 'a\0\udcff\ud800', '--max_new_tokens=2', '--stop=\udcff').returncode == 0
-    literal = succeeded(run('sample.py', '--max_new_tokens=2', trained, '--', '--help', '-h'))
-    assert '\n--help' in literal.stdout and '\n-h' in literal.stdout
+    assert run('sample.py', tiny_run, 'a\0\udcff\ud800', '--max_new_tokens=2', '--stop=\udcff').returncode == 0
+    literal = succeeded(run('sample.py', '--max_new_tokens=2', tiny_run, '--', '--help', '-h', '--'))
+    assert '\n--help' in literal.stdout and '\n-h' in literal.stdout and literal.stdout.count('\n--- ') == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('args, part', [
     ([], 'no run given'), (['none', 'a'], 'none is not a run folder'), (['', 'a'], 'an empty name is not a run folder'),
     (['RUN'], 'no prompt'), (['RUN', 'a', '--file=none.txt'], "No such file or directory: 'none.txt'"),
-    (['RUN', 'a', '--stop'], 'write --stop=VALUE'), (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
-def test_bad_input_gives_a_clear_error(trained, args, part):
-    assert_sentence(run('sample.py', *[trained if arg == 'RUN' else arg for arg in args]), part)
+    (['RUN', 'a', '--min_p=2'], 'min_p is 2.0: expected 0 to 1')])
+def test_bad_input_gives_a_clear_error(tiny_run, args, part):
+    assert_sentence(run('sample.py', *[tiny_run if arg == 'RUN' else arg for arg in args]), part)

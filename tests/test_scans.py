@@ -56,36 +56,26 @@ def test_pins_are_current_and_cover_the_listed_objects(name):
     assert of_file == PINNED[name].split()
 
 
-@pytest.mark.parametrize('name, piece', [(name, piece) for name in PINNED for piece in PINNED[name].split()])
-def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys):
-    scans._warn_once.cache_clear()
-    model, _ = make(importlib.import_module(f'model_{name}'), name)
-    assert model.fast and capsys.readouterr().err == ''
-    monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
-    for n_lines in (1, 0):  # printed once
-        assert scans.pinned(model, importlib.import_module(f'scans.{name}')) is None
-        assert capsys.readouterr().err.count(f'step by step, without scans.{name}') == n_lines
+EDITS = {  # name: a variable, and an edit of an equation
+    'gpn': ('error', ('error = v - read(memory, k)', 'error = v')),
+    'gdn': ('error', ('error = v - read(memory, k)', 'error = v')),
+    'context_ready': ('zs', ('self.correction(z + e)', 'self.correction(z - e)'))}
 
 
-@pytest.mark.parametrize('name, old, new', [
-    ('gpn', 'error = v - read(memory, k)', 'error = v'), ('gdn', 'error = v - read(memory, k)', 'error = v'),
-    ('context_ready', 'self.correction(z + e)', 'self.correction(z - e)')])
-def test_an_edited_equation_trains_and_decodes(name, old, new, edited):
+@pytest.mark.parametrize('name', EDITS)
+def test_an_edited_equation_trains_and_decodes(name, edited):
     loss, decoded, _ = results(*make(importlib.import_module(f'model_{name}'), name))
-    file = edited(name, lambda source: source.replace(old, new))
+    file = edited(name, lambda source: source.replace(*EDITS[name][1]))
     new_loss, new_decoded, new_logits = results(*make(file, name))
     assert (new_decoded - new_logits).abs().max() < 1e-4 * (1 + new_logits.abs().max())
     assert abs(new_loss - loss) > 1e-4 and (new_decoded - decoded).abs().max() > 1e-3
     assert results(*make(file, name, scan='loop'))[0] == new_loss
 
 
-@pytest.mark.parametrize('name, renamed, wrong', [
-    ('gpn', 'error', ('error = v - read(memory, k)', 'error = v')),
-    ('gdn', 'error', ('error = v - read(memory, k)', 'error = v')),
-    ('context_ready', 'zs', ('self.correction(z + e)', 'self.correction(z - e)'))])
-def test_one_command_pins_an_edit_that_computes_the_same(name, renamed, wrong, edited, capsys):
+@pytest.mark.parametrize('name', EDITS)
+def test_one_command_pins_an_edit_that_computes_the_same(name, edited, capsys):
     """It prints the digest of a copy with a renamed variable, and refuses another equation."""
-    fast = importlib.import_module(f'scans.{name}')
+    fast, (renamed, wrong) = importlib.import_module(f'scans.{name}'), EDITS[name]
     file = edited(name, lambda source: re.sub(rf'\b{renamed}\b', 'other_name', source))
     scans._warn_once.cache_clear()
     assert not make(file, name)[0].fast and f'python -m scans {name} --model={file.__file__}' in capsys.readouterr().err

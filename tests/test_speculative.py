@@ -158,9 +158,9 @@ def test_every_text_has_the_probability_of_plain_sampling(name, drafts, n_ids, d
 @pytest.mark.slow
 @pytest.mark.parametrize('draft_len', [None, 2])
 def test_sampled_texts_follow_the_distribution(draft_len, device):
-    """Chi-squared test on 200,000 texts, sampled with the real random numbers."""
+    """Chi-squared test on 100,000 texts, sampled with the real random numbers."""
     model = make('nextlat', spread=0.4, **TINY)
-    rows, n = 200_000, 4
+    rows, n = 100_000, 4
     with torch.inference_mode():
         distribution = plain_distribution(model, [1, 0], n, temperature=0.8)
     model.to(device)
@@ -205,8 +205,7 @@ def test_auto_drafts_at_most_16_tokens_and_few_when_the_draft_is_unsure():
 @pytest.fixture(scope='module')
 def runs(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp('runs')
-    for name, options in (('nextlat', ['--model=nextlat', '--acceptance_prompts=2']),
-                          ('ntp', ['--model=nextlat', '--objective=ntp']), ('standard', [])):
+    for name, options in (('nextlat', ['--model=nextlat', '--acceptance_prompts=2']), ('standard', [])):
         succeeded(train_tiny(tiny_data, folder / name, '--block_size=64', *options, steps=5))
     return folder
 
@@ -214,7 +213,6 @@ def runs(tiny_data, tmp_path_factory):
 @pytest.mark.slow
 def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
     assert 0 <= read_log(runs / 'nextlat')[-1]['acceptance'] <= 1
-    assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2'), 'cannot draft for itself')
     task = ['--model=nextlat', '--data=path_star:degree=2,length=5,nodes=20', '--block_size=31',
             '--mask_documents=False']
     assert_sentence(train_tiny(tiny_data, tmp_path / 'run', '--acceptance_prompts=2', *task), 'is a task: use 0')
@@ -236,7 +234,6 @@ def test_two_processes_give_the_same_table_as_one(runs, tiny_data, tmp_path):
     assert float(rows[1]['accepted']) <= 3 and float(rows[1]['tokens_per_s']) > 0
     assert (tmp_path / 'out.png').stat().st_size > 10_000 and '| speed-up |' in (tmp_path / 'out.md').read_text()
     succeeded(run(*command, *small, f'--draft={runs / "standard"}', '--new_tokens=2'))
-    assert_sentence(run('-m', 'analysis.speculative', runs / 'ntp', *small), 'cannot draft for itself')
     assert_sentence(run(*command), 'do not fit the context of 64 tokens', 'lower prompt_tokens')
 
 
@@ -263,14 +260,6 @@ def test_sampling_with_drafts(runs, options):
     options = [option.replace('=standard', f'={runs}/standard') for option in options]
     result = succeeded(run('sample.py', runs / 'nextlat', 'ab cd', '--max_new_tokens=20', '--ignore_eos', *options))
     assert result.stdout.startswith('ab cd') and '20 tokens in' in result.stderr and 'accepted' in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name, option, part', [
-    ('nextlat', '--draft_len=long', "draft_len is 'long'"), ('ntp', '--draft_len=2', 'cannot draft for'),
-    ('nextlat', '--draft=none', 'is not a run folder')])
-def test_bad_input_gives_a_clear_error(runs, name, option, part):
-    assert_sentence(run('sample.py', runs / name, 'ab', '--max_new_tokens=5', option), part)
 
 
 def test_unsupported_draft_lengths_give_a_clear_error():

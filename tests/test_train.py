@@ -1,6 +1,5 @@
 """Training: reproducible losses, interruptions, resuming, dry runs, and clear errors."""
 import contextlib
-import importlib
 import json
 import math
 import random
@@ -21,7 +20,10 @@ from common import checkpoint, dry_run, machine, models, run_settings, runs
 from common.dry_run import LiveBytes, activation_bytes
 from common.files import UserError
 from common.validation import counted, validation_loss
+from config.gpn import gpn_130m
 from data import open_data
+from data.tokenizers import load_tokenizer
+from data.writing import write_data
 
 
 @pytest.mark.slow
@@ -54,8 +56,7 @@ def test_other_models_and_optimizers_resume_with_the_same_losses_and_generate(ar
 
 @pytest.mark.slow
 @pytest.mark.parametrize('args, processes', [
-    (['--micro_batch_size=1'], 1), (['--micro_batch_size=2'], 1), (['--micro_batch_size=3'], 1),
-    (['--micro_batch_size=1'], 2), pytest.param([], 2, marks=pytest.mark.long)])
+    (['--micro_batch_size=3'], 1), pytest.param([], 2, marks=pytest.mark.long)])
 def test_losses_do_not_depend_on_processes_or_micro_batches(tiny_data, tiny_run, tmp_path, args, processes):
     succeeded(train_tiny(tiny_data, tmp_path / 'run', *args, processes=processes))
     want, got = losses(tiny_run), losses(tmp_path / 'run')
@@ -118,8 +119,7 @@ def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('sig, processes', [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 1),
-                                            (signal.SIGTERM, 2)])
+@pytest.mark.parametrize('sig, processes', [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_finishes_the_step_saves_and_prints_the_command_that_continues(tiny_data, tmp_path, sig, processes,
                                                                                 terminal_signals):
     process = start_training(tiny_data, tmp_path / 'run', processes=processes)
@@ -147,7 +147,8 @@ def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_da
     succeeded(run('train.py', f'--out_dir={new}', '--resume'))
     for setting in ('--n_embd=32', '--mask_documents=False', '--model=sps'):
         assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'was given')
-    other_data = run('train.py', f'--out_dir={new}', '--resume', '--data=python_docs')
+    write_data(tmp_path / 'data', load_tokenizer('byte'), [('train', 'one text ' * 99), ('val', 'another one ' * 99)])
+    other_data = run('train.py', f'--out_dir={new}', '--resume', f'--data={tmp_path / "data"}')
     assert_sentence(other_data, f'is not the data that the run in {new} was trained on')
     assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), '--init_from and --out_dir')
     assert runs.load_run(new)[1]['step'] == 3
@@ -290,28 +291,26 @@ def test_buffers_are_saved_with_the_weights(tmp_path):
 
 # ---- memory estimates and dry runs ----
 
-class FusedCrossEntropy(torch.autograd.Function):
-    """The summed cross-entropy with the memory of a compiled one: logits and their gradient."""
+class CrossEntropies(torch.autograd.Function):
+    """The cross-entropy of each row, with the memory of a compiled one: logits and gradient."""
 
     @staticmethod
     def forward(ctx, logits, targets):
         ctx.save_for_backward(logits, targets)
-        return sum(F.nll_loss(row.log_softmax(-1), t) for row, t in zip(logits, targets))
+        return torch.cat([-rows.log_softmax(-1).gather(1, t[:, None])[:, 0]
+                          for rows, t in zip(logits.split(64), targets.split(64))])
 
     @staticmethod
     def backward(ctx, grad):
-        logits, targets = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        for row, t, own in zip(logits, targets, out):
-            torch.softmax(row, -1, out=own)
-            own[t] -= 1
-        return out.mul_(grad), None
+        out = torch.empty_like(ctx.saved_tensors[0])
+        for rows, t, g, own in zip(*(x.split(64) for x in (*ctx.saved_tensors, grad, out))):
+            own[:] = g[:, None] * (rows.softmax(-1) - F.one_hot(t, rows.shape[1]))
+        return out, None
 
 
 def fused_cross_entropy(logits, targets, ignore_index, reduction):
-    if reduction == 'sum':
-        return FusedCrossEntropy.apply(logits, targets)
-    return FusedCrossEntropy.apply(logits, targets.clamp(min=0)) / len(targets) * logits.new_ones(len(targets))
+    nll = CrossEntropies.apply(logits, targets.clamp(min=0))  # a few more rows than count
+    return nll.sum() if reduction == 'sum' else nll
 
 
 @pytest.mark.slow
@@ -367,12 +366,9 @@ def test_every_sps_config_is_estimated_to_fit_80_gib(method, scale):
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_data_command_and_the_papers_size():
-    for config, sizes, size in (('gpn.gpn_130m', [], '129,151,902'),
-                                ('context_ready.owt', ['--n_layer=5', '--n_embd=1120'], '157,205,440')):
-        command = importlib.import_module(f'config.{config}').make_data
-        shown = run('train.py', f'config/{config.replace(".", "/")}.py', *sizes, '--dry_run').stdout
-        assert f'{size} parameters' in shown and command in shown
+def test_a_dry_run_prints_the_command_that_makes_the_data_of_its_config():
+    shown = run('train.py', 'config/gpn/gpn_130m.py', '--dry_run').stdout
+    assert '129,151,902 parameters' in shown and gpn_130m.make_data in shown
 
 
 @pytest.mark.parametrize('micro_batch_size', [1, 5, 8, 10])

@@ -55,7 +55,7 @@ def test_a_perfect_guide_recovers_from_detours(grid):
 
 def test_compression_is_1_if_only_position_and_goal_matter(grid, monkeypatch):
     task, guide = grid
-    prefixes = manhattan.pairs_of_walks(task, 20, np.random.default_rng(0))
+    prefixes = manhattan.pairs_of_walks(task, 10, np.random.default_rng(0))
     measured = lambda: [share(guide, task, prefixes, 64) for share in (manhattan.same_paths, manhattan.compression)]
     assert measured() == [1, 1]
     monkeypatch.setattr(guide, 'next', lambda walk: task.end if walk[2:3] == [0] else Guide.next(guide, walk))

@@ -1,7 +1,8 @@
 """A fast `Model.loop` for model_gpn: `scan_states` for training, `Decoder` for decoding.
 
     scans/gpn.py               any device: weights and their gradients, segments, decoding
-    scans/gpn_gpu.py           a GPU: the steps of a segment, as one CUDA graph
+    scans/gpn_gpu.py           a GPU: the steps of a segment, as a CUDA graph. It has the operations
+                               below as plain PyTorch functions, and Triton kernels that equal them
     scans/gpn_cpu.py, gpn.c    a CPU: the steps of a segment, as one call of C
 
 A step is `Model.step`, regrouped. Given the token's u, it turns the state s, the key k of the next
@@ -9,8 +10,8 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
 
     x = sigmoid(W_f n(s) + b_f) s + u                       eq. 4           gated_add_norm
     each layer: gate, memory_in, glu_in = W n(x) + b                        one product
-        q, next k, v, decay, beta of memory_in              eq. 8, 9        launch_memory_inputs
-        M = decay M + beta k (v - M^T k)^T,  r = M^T q      eq. 10          launch_delta_step
+        q, next k, v, decay, beta of memory_in              eq. 8, 9        memory_inputs
+        M = decay M + beta k (v - M^T k)^T,  r = M^T q      eq. 10          delta_step
         y = silu(z1) (z2, n(r)),  z1, z2 = glu_in           eq. 5, 11       glu
         x = sigmoid(gate) x + W' y                          eq. 5, 7, 11    gated_add_norm
     s = x

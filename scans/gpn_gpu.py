@@ -1,7 +1,8 @@
-"""GPN's steps on a GPU. Read `KernelSteps.step`, then what it calls.
+"""GPN's steps on a GPU. Read the plain functions and `KernelSteps.step`, which is made of them.
 
-torch.compile makes one kernel of `gated_add_norm`. `launch_NAME` runs a Triton kernel, and
-`launch_NAME_backward` its gradient. The tests compare whole scans with the model's equations.
+A plain PyTorch function is several kernels. torch.compile makes one of `gated_add_norm`. `glu`,
+`memory_inputs` and `delta_step` are each followed by the Triton kernel that equals it, run by
+`launch_NAME`. `launch_NAME_backward` is its gradient, which the tests take by autograd.
 
 A kernel's program computes a row, or a head of a row, in fp32, or in float64 for float64 inputs.
 Products z may be narrower. carry: (N, 1), 0 in rows where a document starts, else 1; None: all
@@ -66,9 +67,19 @@ def gated_add_norm_backward(grad, direction, inverse, grad_y, gate, carry=None):
 
 # ---- the gated feed-forward net and memory read ----
 
+def glu(z, memory_read, eps, dtype):
+    """Return silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: eq. 5's FFN and eq. 11's gate.
+
+    z: (N, Y + F) is z1 (N, Y) and z2 (N, F); memory_read: (N, Y - F).
+    """
+    z1, z2 = at_least_fp32(z).tensor_split([(z.shape[1] + memory_read.shape[1]) // 2], 1)
+    other = torch.cat([z2, l2_normalize(at_least_fp32(memory_read), eps)[0]], 1)
+    return (F.silu(z1) * other).to(dtype)
+
+
 @jit
 def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexpr, READ: constexpr):
-    """See `launch_glu`. The last N of the Y columns are for the memory read."""
+    """See `glu`. The last N of the Y columns are for the memory read."""
     row, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, FFN), tl.arange(0, READ)
     z, y, seen = z + row * z_stride, y + row * Y, i < Y - N
     z1 = _load(z, i, seen)
@@ -79,11 +90,7 @@ def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexp
 
 
 def launch_glu(z, memory_read, eps, dtype):
-    """Return silu(z1) * (z2, `l2_normalize`(memory_read)) in dtype: eq. 5's FFN and eq. 11's gate.
-
-    z: (N, Y + F), perhaps columns of a wider product, is z1 (N, Y) and z2 (N, F); memory_read:
-    (N, Y - F).
-    """
+    """Compute `glu`. z may be columns of a wider product."""
     n = memory_read.shape[1]
     Y = (z.shape[1] + n) // 2
     y = z.new_empty(len(z), Y, dtype=dtype)
@@ -112,7 +119,7 @@ def _glu_backward_kernel(z, memory_read, grad, out, y, grad_read, Y, N, z_stride
 
 
 def launch_glu_backward(grad, z, memory_read, eps, out, y):
-    """Return memory_read's gradient; write z's to out and the result again to y. grad: (N, Y)."""
+    """Return memory_read's gradient; write z's to out and `glu`'s result to y. grad: (N, Y)."""
     n = memory_read.shape[1]
     Y = (z.shape[1] + n) // 2
     grad_read = torch.empty_like(memory_read, dtype=torch.promote_types(z.dtype, torch.float32))
@@ -126,6 +133,20 @@ def launch_glu_backward(grad, z, memory_read, eps, out, y):
 def key_of(z, heads, eps):
     """Return a key or query (..., H, K), eq. 8, from its projection z (..., HK). heads: (H, K)."""
     return l2_normalize(F.relu(z.unflatten(-1, heads)), eps)[0]
+
+
+def memory_inputs(z, rate, sizes):
+    """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), decay, beta (N, H).
+
+    z has columns query HK, key HK, value HD, beta H, decay H; sizes: H, K, D, eps of keys. If rate
+    (H,) is None, z has only the query, and so has the result.
+    """
+    H, K, D, eps = sizes
+    if rate is None:
+        return [key_of(at_least_fp32(z), (H, K), eps)]
+    q, k, v, beta, decay = at_least_fp32(z).split([H * K, H * K, H * D, H, H], 1)
+    q, k = key_of(q, (H, K), eps), key_of(k, (H, K), eps)
+    return [q, k, v.unflatten(1, (H, D)), torch.exp(-rate * F.softplus(decay)), torch.sigmoid(beta)]
 
 
 @jit
@@ -163,11 +184,7 @@ def _memory_inputs_kernel(z, rate, q, k, v, decay, beta, H, z_stride, eps: const
 
 
 def launch_memory_inputs(z, rate, sizes):
-    """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), decay, beta (N, H).
-
-    z, perhaps columns of a wider product, is query HK, key HK, value HD, beta H, decay H; sizes: H,
-    K, D, eps of keys. If rate (H,) is None, z has only the query, and so has the result.
-    """
+    """Compute `memory_inputs`. z may be columns of a wider product."""
     H, K, D, eps = sizes
     shapes = [(H, K), (H, K), (H, D), (H,), (H,)] if rate is not None else [(H, K)]
     fp32 = torch.promote_types(z.dtype, torch.float32)
@@ -206,8 +223,8 @@ def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, g
 def launch_memory_inputs_backward(z, rate, sizes, out, grads, grad_rate=None, next_carry=None):
     """Write z's gradient to out and, if rate is given, each row's rate gradient to grad_rate.
 
-    grads: of q, k, v, beta and log(decay); without rate, of q only. The gradient of k is multiplied
-    by next_carry.
+    grads: of q, k, v, beta and log(decay) from `memory_inputs`; without rate, of q only. The
+    gradient of k is multiplied by next_carry.
     """
     H, K, D, eps = sizes
     unused = [None] * (5 - len(grads))
@@ -220,6 +237,20 @@ def launch_memory_inputs_backward(z, rate, sizes, out, grads, grad_rate=None, ne
 def read_heads(memory, x):
     """Return memory^T x per head: memory (B, H, n, p), x (B, H, n) -> (B, H, p)."""
     return torch.bmm(x.reshape(-1, 1, x.shape[-1]), memory.flatten(0, 1)).view(*x.shape[:2], memory.shape[-1])
+
+
+def delta_step(memory, write, q, carry=None, first_key=None):
+    """Return the memory (B, H, K, D) after one write, eq. 10, and what q reads from it (B, H, D).
+
+    write: k (B, H, K), v (B, H, D), decay and beta (B, H); q: (B, H, K). Where carry (B, 1) is 0,
+    the memory is emptied first, and the key is first_key (H, K).
+    """
+    k, v, decay, beta = write
+    if carry is not None:
+        memory, k = memory * carry[..., None, None], torch.where(carry.unsqueeze(-1) > 0, k, first_key)
+    error = v - read_heads(memory, k)
+    memory = decay[..., None, None] * memory + (beta.unsqueeze(-1) * k).unsqueeze(-1) * error.unsqueeze(-2)
+    return memory, read_heads(memory, q)
 
 
 # Columns of M (value dimensions) are independent. A program computes DELTA_COLUMNS of them, with
@@ -261,11 +292,7 @@ def _launch_delta(S, memory, out, *others):
 
 
 def launch_delta_step(memory, out, write, q, carry=None, first_key=None):
-    """Write to the memory (B, H, K, D), eq. 10, in out, which may be `memory`; return q's read.
-
-    write: k (B, H, K), v (B, H, D), decay and beta (B, H); q: (B, H, K). Where carry (B, 1) is 0,
-    the memory is emptied first, and the key is first_key (H, K).
-    """
+    """Compute `delta_step`: store the new memory in out, which may be `memory`; return the read."""
     read = torch.empty_like(write[1])
     _launch_delta(1, memory, out, *write, q, read, carry, first_key)
     return read
@@ -274,7 +301,7 @@ def launch_delta_step(memory, out, write, q, carry=None, first_key=None):
 def launch_delta_replay(memory, write, carry=None):
     """Recompute the memories (S + 1, B, H, K, D) before and after S steps, starting with `memory`.
 
-    write, carry: as for `launch_delta_step`, with a leading axis S; first_key is filled in already.
+    write, carry: as for `delta_step`, with a leading axis S; k already has first_key filled in.
     """
     S = len(write[0])
     memories = memory.new_empty(S + 1, *memory.shape)
@@ -319,7 +346,7 @@ def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry,
 
 
 def launch_delta_step_backward(grad, memory, write, q, grad_read, carry=None):
-    """Return the gradients of `launch_delta_step`: q, k, v, beta, log(decay).
+    """Return the gradients of `delta_step`: q, k, v, beta, log(decay).
 
     grad: (B, H, K, D), gradient of the memory after the step, updated to that before it; memory:
     before the step; write: with first_key filled in; grad_read: (B, H, D), gradient of the read.
@@ -352,7 +379,7 @@ class KernelSteps:
         n, fp32 = 2 + 3 * sizes.n_layer, torch.promote_types(dtype, torch.float32)
         self.sizes, self.dtype, self.graphs = sizes, dtype, {}
         self.state_eps, self.read_eps, key_eps = sizes.eps(norm_eps)
-        self.heads = sizes.n_head, sizes.d_k, sizes.d_v, key_eps  # as `launch_memory_inputs` takes them
+        self.heads = sizes.n_head, sizes.d_k, sizes.d_v, key_eps  # as `memory_inputs` takes them
         with torch.inference_mode(False):
             self.tensors = [torch.empty_like(x, dtype=dtype if i < n else fp32) for i, x in enumerate(folded)]
         self.ground, self.layers = self.tensors[:2], [self.tensors[i:i + 3] for i in range(2, n, 3)]

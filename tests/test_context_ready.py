@@ -1,4 +1,4 @@
-"""Context-Ready against its paper: eq. 1 to 5, BPTT, and conversion."""
+"""Context-Ready against its paper: eq. 1 to 5, Lemma 1, BPTT, and conversion."""
 import copy
 import csv
 import random
@@ -165,6 +165,22 @@ def test_a_roformer_is_one_unroll_without_a_correction(variant):
     want = norm(z, model.norm) @ model.head.weight.T
     assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-8
     assert abs(model(idx, idx)['loss'] - nll(model, z, idx)) < 1e-8
+
+
+@cases
+def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_position_k(variant, layout):
+    model, idx = make(variant=variant, **layout), tokens(T=16)
+    with torch.no_grad():
+        cache = model.new_cache(3, 16)
+        want = torch.stack([model.extend(idx[:, t:t + 1], cache) for t in range(16)], 1)[..., :60]
+        e, _, starts, _ = model.prepare(idx)
+        zs = list(model.iterates(idx, 17))
+        logits = [model.head(model.head_input(z))[..., :60] for z in zs]
+        corrections = [model.correct(z.roll(1, 1), e, starts) for z in zs]
+    assert (logits[-1] - want).abs().max() < 1e-4
+    for k in range(1, 9):
+        assert (corrections[k - 1] - corrections[-1])[:, :k].abs().max() < 1e-5
+        assert k == 1 or (logits[k - 1] - want)[:, :k - 1].abs().max() < 1e-5
 
 
 # ---- backpropagation through time ----

@@ -56,6 +56,17 @@ def test_pins_are_current_and_cover_the_listed_objects(name):
     assert of_file == PINNED[name].split()
 
 
+@pytest.mark.parametrize('name, piece', [(name, piece) for name in PINNED for piece in PINNED[name].split()])
+def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys):
+    scans._warn_once.cache_clear()
+    model, _ = make(importlib.import_module(f'model_{name}'), name)
+    assert model.fast and capsys.readouterr().err == ''
+    monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
+    for n_lines in (1, 0):  # printed once
+        assert scans.pinned(model, importlib.import_module(f'scans.{name}')) is None
+        assert capsys.readouterr().err.count(f'step by step, without scans.{name}') == n_lines
+
+
 EDITS = {  # name: a variable, and an edit of an equation
     'gpn': ('error', ('error = v - read(memory, k)', 'error = v')),
     'gdn': ('error', ('error = v - read(memory, k)', 'error = v')),

@@ -158,9 +158,9 @@ def test_every_text_has_the_probability_of_plain_sampling(name, drafts, n_ids, d
 @pytest.mark.slow
 @pytest.mark.parametrize('draft_len', [None, 2])
 def test_sampled_texts_follow_the_distribution(draft_len, device):
-    """Chi-squared test on 100,000 texts, sampled with the real random numbers."""
+    """Chi-squared test on 200,000 texts, sampled with the real random numbers."""
     model = make('nextlat', spread=0.4, **TINY)
-    rows, n = 100_000, 4
+    rows, n = 200_000, 4
     with torch.inference_mode():
         distribution = plain_distribution(model, [1, 0], n, temperature=0.8)
     model.to(device)

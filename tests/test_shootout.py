@@ -76,9 +76,10 @@ def test_table_values_follow_from_the_runs(tmp_path):
 
 
 def test_one_model_far_from_the_others_is_off_the_scale():
-    for losses, top in (((1.5, 1.6, 2.9), 1.5 + 1.1 * 0.1), ((1.5, 1.6, 1.69), 1.5 + 1.1 * 0.19)):
-        rows = [{'loss': loss, 'high': None} for loss in losses]
-        assert shootout.highest_shown(rows) == pytest.approx(top)
+    def rows(*gaps):
+        return [{'minus_first': gap, 'its_low': gap and gap - 0.01, 'its_high': gap and gap + 0.01} for gap in gaps]
+    assert shootout.limit(rows(None, 0.1, -0.2, 1.3)) == pytest.approx(0.21)
+    assert shootout.limit(rows(None, 0.1, -0.2, 0.3)) == pytest.approx(0.31)
 
 
 @pytest.mark.long

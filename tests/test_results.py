@@ -129,7 +129,7 @@ def check_eight_models(page):
         else:
             page.says('| {} | {} | {} | {} |', model, *map(gap, losses))
     size = float(found['Standard']['tokens']['parameters'])
-    page.says('over {} seeds. {:.2f}M parameters, `python_docs`, windows of 256 bytes',
+    page.says('over {} seeds. {:.2f}M parameters, `python_docs`, windows of 256. Rates',
               found['SPS']['tokens']['seeds'], size / 1e6)
     page.says('were chosen on all {:.1f}M bytes', float(found['SPS']['tokens']['tokens']) / 1e6)
     page.says('| equal tokens, {:.1f}M |', float(found['SPS']['tokens']['tokens']) / 1e6)
@@ -182,32 +182,29 @@ def check_context_ready(page):
         page.says('| {} | {:+.3f} | {:+.3f} | {:+.3f} | {:+.3f} | {:+.3f} | {:.1f} |', name,
                   *(at(points[label], n * 1e6) for n in (0.5, 1.0, 1.5, 2.0, 2.5)), flops[label] / flops[two])
     page.says('| minus N = 2, one seed | 0.5M bytes | 1.0M | 1.5M | 2.0M | 2.5M |')
-    older = {row['label']: row for row in read_csv(RESULTS / 'context_ready_curves.csv')}  # the last row of each
-    columns = [[float(older[f'context_ready, variant=add, {label}'][key]) for key in ('mean', 'lowest', 'highest')]
-               for label in ('K=5, k_min=2', 'K=1, k_min=None')]
-    page.says('width of 256, D = 2 had {:.3f} (seeds: {:.3f} to {:.3f}) after 2.5M bytes, and N = 2 had {:.3f} ({:.3f} '
-              'to {:.3f})', *columns[0], *columns[1])
-    page.says('they are level after 2.5M bytes, at {:.1f} times the FLOPs',
-              flops['n_layer=2, variant=add, K=5'] / flops[two])
     late = rows('late.csv')
     ratio = float(late['D = 2']['flops']) / float(late['N = 2']['flops'])
     page.says('After 5M bytes of Wikipedia (h), two layers lead two of a plain Transformer by {:.3f}, at {:.1f} times '
               'the FLOPs', -float(CLAIM['cr_same_width']['difference']), ratio)
     page.says('two beat two, at {:.1f} times the FLOPs', ratio)
-    losses = [float(late[name]['loss']) for name in ('D = 2', 'N = 2')]
-    page.says('They have {:.3f} and {:.3f}, five seeds each', *losses)
+    losses = [float(late[name]['loss']) for name in ('D = 2', 'N = 2', 'D = 2, tied')]
+    page.says('Their losses are {:.3f} and {:.3f}, over five seeds', *losses[:2])
     page.says('We expected a lead of 0 to 0.04')
-    ratios = [float(row['L_token']) for row in read_csv(RESULTS / 'context_ready_depths.csv') if row['L_token']]
-    page.says('At single tokens, the largest ratio was {:.1f} to {:.1f}', min(ratios), max(ratios))
+    sizes = [float(late[name]['parameters']) for name in ('D = 2', 'D = 2, tied')]
+    page.says('the loss is {:.3f}, from {:.0f}% fewer parameters', losses[2], 100 - 100 * sizes[1] / sizes[0])
+    depths = [row for row in read_csv(RESULTS / 'late_depths.csv') if row['variant'] == 'add']
+    assert len(depths) == 5 and {row['k_min'] for row in depths} == {'2'}
+    pooled, half, largest = ([float(row[name]) for row in depths] for name in ('L_pooled', 'L_token_50', 'L_token'))
+    page.says('It is {:.2f} to {:.2f} over the five seeds if norms are pooled over windows', min(pooled), max(pooled))
+    page.says('the median ratio of a token is {:.2f} to {:.2f} and the largest {:.1f} to {:.1f}', min(half), max(half),
+              min(largest), max(largest))
     tied = CLAIM['cr_tied_early']
-    page.says('After {:.1f}M bytes, when Context-Ready is still near the start of its descent, the loss of `tied` is '
-              '{:.3f} ({:.3f} to {:.3f}) below',
+    page.says('After {:.1f}M bytes, the loss of `tied` is still {:.3f} ({:.3f} to {:.3f}) below',
               float(tied['our_tokens']) / 1e6, *(-float(tied[key]) for key in ('difference', 'high', 'low')))
-    page.says('each unroll changes the corrections {:.2f} times as much', float(CLAIM['cr_contraction']['our_mean']))
     page.says('three unrolls close {:.1f}% of the gap in perplexity',
               100 * float(CLAIM['cr_three_unrolls']['our_mean']))
     pointer = CLAIM['cr_pointer']
-    page.says('with 4 levels, D = 1 solves {:.1f} and N = 1 solves {:.1f} ({} seeds; paper: 11 and 1 of 11)',
+    page.says('with 4 levels, D = 1 solves {:.1f} and N = 1 solves {:.1f} ({} seeds; paper: 11, 1)',
               float(pointer['our_mean']), float(pointer['other_mean']), pointer['seeds'])
 
 
@@ -257,10 +254,10 @@ def check_gpn(page):
         page.says('| {} | {} | {:+.3f} | {} | {:+.3f} |', name, claim_gap(CLAIM[claim], sign), long[label][-1][1],
                   gap(of_256[model]), short[label][-1][1])
     lowest = [min(points['standard'], key=lambda point: point[1]) for points in (long, short)]
-    page.says('falls to {:.3f} after {:.0f}M bytes and does not shrink further', lowest[0][1], lowest[0][0] / 1e6)
+    page.says('falls to {:.3f} after {:.0f}M bytes and shrinks no further', lowest[0][1], lowest[0][0] / 1e6)
     page.says('falls to {:.3f} after {:.0f}M and grows again', lowest[1][1], lowest[1][0] / 1e6)
     page.says('it lowers the loss by {:.3f}', -float(CLAIM['gpn_memory']['difference']))
-    page.says('the rank correlation is {:.2f} over bytes', float(CLAIM['gpn_unigram']['our_mean']))
+    page.says('the rank correlation over bytes is {:.2f}', float(CLAIM['gpn_unigram']['our_mean']))
     page.says('Wikipedia, {:.1f}M parameters, windows of 1,024 and 256 bytes',
               float(of_256['GPN+M']['parameters']) / 1e6)
 
@@ -277,8 +274,8 @@ def check_papers(page):
     transformer, memory, gdn, none = (float(gpn[name]['validation perplexity']) for name in (
         'Transformer++', 'GPN+M, 1 layer', 'Gated DeltaNet', 'GPN, no memory'))
     page.says('it has a perplexity of {:.2f}, GPN with memory {:.2f}', transformer, memory)
-    page.says("its perplexity is {:.0f}% above a Transformer's and {:.0f}% above Gated DeltaNet's",
-              100 * (memory / transformer - 1), 100 * (memory / gdn - 1))
+    page.says('It is close to Gated DeltaNet and ahead of the Transformer. In the paper, its perplexity is {:.0f}% and '
+              '{:.0f}% above theirs', 100 * (memory / gdn - 1), 100 * (memory / transformer - 1))
     page.says('in the paper by {:.3f} (with 4 bytes a sub-word)', math.log(none / memory) / 4)
     page.says('there {:.3f}, with 4 bytes a sub-word', math.log(float(
         nextlat['NextLat (d = 1)']['validation perplexity']) / float(nextlat['GPT']['validation perplexity'])) / 4)

@@ -273,7 +273,7 @@ def check_papers(page):
     gpn, nextlat = rows(ROOT / 'analysis/papers/gpn.csv', 'name'), rows(ROOT / 'analysis/papers/nextlat.csv', 'name')
     transformer, memory, gdn, none = (float(gpn[name]['validation perplexity']) for name in (
         'Transformer++', 'GPN+M, 1 layer', 'Gated DeltaNet', 'GPN, no memory'))
-    page.says('it has a perplexity of {:.2f}, GPN with memory {:.2f}', transformer, memory)
+    page.says('Perplexities in the paper: {:.2f}, GPN with memory {:.2f}', transformer, memory)
     page.says('It is close to Gated DeltaNet and ahead of the Transformer. In the paper, its perplexity is {:.0f}% and '
               '{:.0f}% above theirs', 100 * (memory / gdn - 1), 100 * (memory / transformer - 1))
     page.says('in the paper by {:.3f} (with 4 bytes a sub-word)', math.log(none / memory) / 4)
@@ -281,7 +281,7 @@ def check_papers(page):
         nextlat['NextLat (d = 1)']['validation perplexity']) / float(nextlat['GPT']['validation perplexity'])) / 4)
     page.says('The margin is 18% of perplexity, with 4 bytes a sub-word')
     assert claims.CLAIMS[[claim.name for claim in claims.CLAIMS].index('gpn_near_gdn')].margin == math.log(1.18) / 4
-    for text in ('paper: 0.55)', 'paper: 98%)', 'paper: 0.46 over', 'paper: NextLat about 1, with AdamW)',
+    for text in ('paper: 0.55)', 'paper: 98%)', 'paper: 0.46, sub-words', 'paper: NextLat about 1, with AdamW)',
                  'paper: 0.548 and 0.331)', 'paper, on Manhattan: 52.7 and 160.1)', 'a grid of 100 places',
                  'paper: 2.3 to 2.7, 1.5 and 1.4)', 'figure 5a'):
         page.says(text)
@@ -291,18 +291,19 @@ def check_setting(page):
     """Strike out how the runs were made."""
     hours = re.search(r'took (about \d+ core-hours)', (RESULTS / 'trials.md').read_text().replace('\n', ' '))[1]
     page.says('Those that are finished took {}', hours)
+    assert 'So far 10 core-hours' in (RESULTS / 'trials.md').read_text()
+    page.says('(h) so far 10')
     sample = gzip.open(RESULTS / 'wikipedia_sample.csv.gz', 'rt').read().split()[1:]
     assert len({line.split(',')[0] for line in sample}) == len(sample)
     assert all(re.fullmatch(r'\d+,[0-9a-f]{64}', line) for line in sample)
     page.says('a sample of {:,} articles', len(sample))
-    for text in ('chosen with seed 0, mostly', 'Standard with a window of 16.',
+    for text in ('chosen with seed 0, mostly', 'Standard with a window of 16,',
                  '100 to several thousand times smaller',
-                 'with 95% intervals', 'at a level of 5%',
-                 'after 5M bytes of Wikipedia', 'trains on 4M bytes with five seeds',
-                 'Learning rates are chosen after 1M',
+                 '95% intervals ', 'at a level of 5%',
+                 'after 5M bytes of Wikipedia', 'on 4M bytes of textbooks, with five seeds and rates chosen after 1M',
                  '| after 0.25M bytes | after 1M bytes (95%) | after 4M bytes, one seed |', "| 95% | sd |",
                  '| AdamW, 1M bytes (95%) | AdamW, 3M, one seed | Muon, 1M bytes (95%) | Muon, 3M, one seed |',
-                 '1,024 bytes: 2M (95%) | 8M, one seed | 256 bytes: 2M (95%) | 8M, one seed', 'with windows of 256 it',
+                 '1,024 bytes: 2M (95%) | 8M, one seed | 256 bytes: 2M (95%) | 8M, one seed', 'With windows of 256 it',
                  'higher than GPT\'s at 1M bytes', 'One seed at 3M', 'trained on words of 4,'):
         page.says(text)
 

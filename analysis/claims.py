@@ -24,7 +24,7 @@ import torch
 from analysis import context_ready, figures, gpn_state, gradient_flow, probes
 from analysis.compare import Method, set_best_rates, train_seeds
 from analysis.figures import read_csv
-from analysis.runs import Run, map_readable
+from analysis.runs import Run
 from analysis.scores import score_names
 from bench import RESULTS, one_line, where_and_when
 from common.files import UserError, friendly_errors
@@ -195,13 +195,16 @@ def add_verdicts(rows: list[dict]) -> dict[str, dict]:
 
 # ---- the tables ----
 
-def comparison_row(side: str) -> dict[str, str]:
-    """Return the row of a side `FILE: MODEL` of a claim. UserError if it has not been run."""
+def comparison_row(side: str) -> dict[str, str] | None:
+    """Return the row of a side `FILE: MODEL` of a claim, None if it has not been run."""
     file, _, model = side.partition(': ')
-    for row in read_csv(RESULTS / file) if (RESULTS / file).exists() else []:
-        if row['model'] == model:
-            return row
-    raise UserError(f'bench/results/{file} has no model {model} yet (see trials.md there)')
+    rows = read_csv(RESULTS / file) if (RESULTS / file).exists() else []
+    return next((row for row in rows if row['model'] == model), None)
+
+
+def has_runs(c: Claim) -> bool:
+    """Return False for a claim about a comparison that has not been run."""
+    return c.ours in RUNS or None not in map(comparison_row, (c.ours, c.other))
 
 
 def make_row(c: Claim, ours: list[float], other: list[float], costs: dict) -> dict:
@@ -276,16 +279,14 @@ def measured(side: str | float, statistic: str, runs: dict[str, list[Run]]) -> t
 
 
 def measured_rows(claims: list[Claim], folders: dict[str, list[Path]]) -> dict[str, dict]:
-    """Return {name: `make_row`} of claims whose runs are trained. Others are left out."""
+    """Return {name: `make_row`} of claims whose runs are trained."""
     runs = {name: [*map(Run, of_seeds)] for name, of_seeds in folders.items()}
-    by_name, where = {c.name: c for c in claims}, one_line(where_and_when())
-
-    def measured_row(name):
-        c = by_name[name]
+    rows, where = {}, one_line(where_and_when())
+    for c in claims:
         (ours, *our_costs), (other, *other_costs) = (measured(side, c.statistic, runs) for side in (c.ours, c.other))
         costs = dict(zip(COSTS, (*our_costs, *other_costs, where if c.ours in RUNS else '')))
-        return make_row(c, ours, other, costs)
-    return map_readable(by_name, measured_row)
+        rows[c.name] = make_row(c, ours, other, costs)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -293,12 +294,19 @@ def main(argv: list[str] | None = None) -> None:
         s, positional, _ = load_settings(Settings, argv)
         if positional:
             raise UserError(f'unexpected {positional[0]!r}: python -m analysis.claims --out_dir=NEW')
-        out, claims = Path(s.out_dir), select_claims(s.only)
+        out, chosen = Path(s.out_dir), select_claims(s.only)
         if s.list:
-            for c in claims:
+            for c in chosen:
                 print(f'{c.name}: {c.says} ({c.paper}, {c.section}: {c.number})\n    {c.statistic}: {c.ours}, '
                       f'{c.direction}, compared with {c.other}; {"tested" if c.tested else "described"}')
             return
+        claims = [c for c in chosen if has_runs(c)]
+        missing = sorted({c.ours for c in chosen if c not in claims})
+        where = f'bench/results has no {" or ".join(missing)} yet (see trials.md there)'
+        if not claims:
+            raise UserError(f'no runs for {s.only}: {where}')
+        if missing:
+            print(f'some claims are left out: {where}')
         out.mkdir(parents=True, exist_ok=True)
         runs = train(s, claims, out)
         torch.set_num_threads(1)

@@ -33,6 +33,7 @@ from analysis.runs import named
 from common.decoding import allocate_cache, decodable, generate, pad
 from common.files import UserError
 from common.scoring import target_log_probs
+from common.settings import check_ranges
 
 COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
            'NW': (-1, 1)}
@@ -47,6 +48,10 @@ class Settings(figures.ModelSettings):
     max_degree: int = 8  # maximum streets that leave a place, including invented ones
     distance: float = 4.0  # maximum length of an invented street; real ones have about 1; the paper: half a mile
     batch_size: int = 256  # rows processed at a time
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ranges(self, detours=(0, 1), distance=0)
 
 
 # ---- paths with detours ----

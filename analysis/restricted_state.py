@@ -22,6 +22,7 @@ from analysis.runs import curves_of, finished, long_documents
 from common.files import UserError
 from common.machine import DType, make_progress
 from common.scoring import target_log_probs
+from common.settings import check_ranges
 
 TREND = 201  # smoothing window in positions (the paper's script)
 
@@ -33,6 +34,9 @@ class Settings(figures.ModelSettings):
     block_size: int = 2048  # tokens read per document, capped at the runs' training window
     batch_size: int = 4  # documents evaluated at a time
     dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+
+    def __post_init__(self):
+        check_ranges(self, omega=0, n_documents=1, block_size=1, batch_size=1)
 
 
 def restricted(model, omega: int):

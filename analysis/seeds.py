@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from analysis import figures
 from analysis.runs import curves_of, finished
 from common.files import UserError
+from common.settings import check_ranges
 
 
 @dataclass
@@ -24,6 +25,9 @@ class Settings(figures.Settings):
     better: str | None = None  # label of the group that is tested to have the lower loss
     alike: str | None = None  # labels of two groups tested for equivalence, separated by ;
     margin: float = 0.01  # nats per token within which they count as equal
+
+    def __post_init__(self):
+        check_ranges(self, margin=0)
 
 
 def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:

@@ -32,6 +32,7 @@ from common.interface import load_draft
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device
 from common.parallel import all_gather, rank, world
 from common.runs import load_run, run_data
+from common.settings import check_ranges
 from common.speculative import DraftLen, longest_draft, speculative_generate
 
 SIDE = operator.itemgetter('run', 'data')  # of a row: the curve it belongs to
@@ -49,6 +50,10 @@ class Settings(figures.Settings):
     batch_size: int = 1  # prompts decoded at a time
     device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
     dtype: DType = 'auto'  # weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ranges(self, new_tokens=2)
 
 
 def draft_lengths(lengths: tuple[DraftLen, ...], model, draft) -> list[DraftLen]:

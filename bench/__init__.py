@@ -1,4 +1,4 @@
-"""Side-by-side benchmarks. Sides that fit into memory take turns: noise cancels in their ratio.
+"""Side-by-side benchmarks. Both sides take turns, and noise cancels in the ratio of their times.
 
     python -m bench.profile s       a training step of Standard and SPS: speed, memory, kernels
     python -m bench.train_step      training steps, compared with Hugging Face Llama;
@@ -10,39 +10,32 @@
     python -m bench.context_ready   generation by Context-Ready, compared with a Roformer
     python -m bench.gpu             everything that needs a GPU, including tests
 
-Threads and allocator are those of train.py. Results are printed as they are measured and written to
-bench/results/ with command, device, date, versions and commit. --toy takes seconds, at meaningless
-sizes, and writes nothing.
+Results are printed as they are measured and written to bench/results/ with command, device, date,
+versions and commit. --toy takes seconds, at meaningless sizes, and writes nothing.
 """
-import sys
-
-from common.start import quiet_start
-
-if sys.argv[0] == '-m':  # Python is importing this package for `python -m bench.NAME`
-    quiet_start()
-
 import datetime
 import itertools
+import json
 import multiprocessing
+import os
 import platform
 import re
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from unittest import mock
 
 import torch
 
-import train
-from common import machine, models
+from common import models
 from common.decoding import Decoder, allocate_cache, decodable
-from common.files import UserError, command, friendly_errors, write_json
+from common.files import UserError, command, friendly_errors
 from common.settings import load_settings
 
 RESULTS = Path(__file__).parent / 'results'
@@ -57,7 +50,6 @@ FAMILY = {  # the SPS paper's methods: (model file, Config values)
     'delayed_state': ('sps', {'method': 'delayed_state'}),
     'reverse_sps': ('sps', {'method': 'reverse_sps'}),
 }
-Method = Literal[tuple(FAMILY)]
 
 
 def make_model(name: str, **values):
@@ -68,7 +60,28 @@ def make_model(name: str, **values):
     return module.Model(module.Config(**own, **values)).to(DEVICE)
 
 
-# ---- measuring ----
+def over_standard(seconds: dict[str, float]) -> dict[str, float]:
+    """Return {name: seconds} of the other methods divided by Standard's seconds."""
+    return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
+
+
+def graphed(function: Callable, calls: int = 10) -> Callable:
+    """Return a function that runs `function` `calls` times as one CUDA graph.
+
+    Without launches from Python between them, the time is that of the kernels.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    return graph.replay
+
 
 def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
     """Time {name: function}, the functions taking turns. Returns {name: median seconds}."""
@@ -82,19 +95,6 @@ def alternate(sides: dict, rounds: int, warmup: int = 2) -> dict[object, float]:
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
-def over_standard(seconds: dict[str, float]) -> dict[str, float]:
-    """Return {name: seconds} of the other methods divided by Standard's seconds."""
-    return {name: round(s / seconds['standard'], 3) for name, s in seconds.items() if name != 'standard'}
-
-
-def beside_hugging_face(seconds: dict, n_tokens: int, terms: str, ours: str, hf: str) -> dict:
-    """Return a row of tokens/s of both sides in these dtypes. seconds: {(side, dtype): seconds}."""
-    our_time, hf_time = seconds['ours', ours], seconds['hf', hf]
-    return {'terms': terms, 'ours_tokens_per_s': round(n_tokens / our_time),
-            'hf_tokens_per_s': round(n_tokens / hf_time), 'ours_dtype': ours, 'hf_dtype': hf,
-            'ratio': round(hf_time / our_time, 3)}
 
 
 @torch.inference_mode()
@@ -116,24 +116,6 @@ def decoding_speeds(models: dict, contexts, n_tokens: int, rounds: int = 5, step
     return {side: n_tokens / seconds for side, seconds in alternate(sides, rounds, warmup=1).items()}
 
 
-def in_new_process(function: Callable, *args):
-    """Call function(*args) in a new process, with the GPU memory that is free here."""
-    torch.cuda.empty_cache()
-    spawn = multiprocessing.get_context('spawn')
-    with ProcessPoolExecutor(1, spawn, machine.start_processes, (train.Settings(),)) as pool:
-        return pool.submit(function, *args).result()
-
-
-@contextmanager
-def added_memory() -> Iterator[dict[str, int]]:
-    """Yield a dict that gets 'peak' and 'held': the bytes added inside. Use a new process."""
-    torch.zeros(1, device=DEVICE)
-    before = resident()['held']
-    added = {}
-    yield added
-    added.update({what: n_bytes - before for what, n_bytes in resident().items()})
-
-
 def resident() -> dict[str, int]:
     """Return {'peak', 'held'}: bytes of GPU memory, or of this process's memory without a GPU."""
     if GPU:
@@ -143,57 +125,44 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
-# ---- the command line and the results ----
+@contextmanager
+def process(here: bool = False, **environment: str) -> Iterator[Callable]:
+    """Start a process with environment variables; yield ask(function, *args), which calls it there.
 
-@dataclass
-class Settings:
-    toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
-
-
-def measure(argv: list[str] | None, settings: type = Settings, prefix: str = '',
-            **measurements: Callable[..., Iterator[dict]]) -> None:
-    """Run the measurement named in argv, or the first, with the settings. Writes its rows.
-
-    prefix: what the name of the file with the results starts with.
+    here: call in this process, for toy sizes.
     """
-    with friendly_errors(argv):
-        s, names, _ = load_settings(settings, argv)
-        name, *others = names or measurements
-        if name not in measurements or (names and others):
-            raise UserError(f'unexpected {" ".join(names)!r}: expected one of {", ".join(measurements)}')
-        machine.start_processes(train.Settings())
-        write_results(prefix + name, measurements[name](s), toy=s.toy)
+    if here:
+        yield _call
+        return
+    spawn = multiprocessing.get_context('spawn')
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
+        yield lambda function, *args: pool.submit(_call, function, *args).result()
 
 
-def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
-    """Print rows (dicts) as they arrive and write them to bench/results/NAME_DEVICE.json.
+def isolated(function: Callable, *args, **environment: str):
+    """Call function(*args) in a new process with environment variables, and return its result.
 
-    If interrupted, NAME_DEVICE.partial.json has the rows so far. toy: only print.
+    Used to measure peak memory. The rows of a generator function are returned as a list.
     """
-    path = RESULTS / f'{name}_{"gpu" if GPU else "cpu"}.json'
-    partial = path.with_suffix('.partial.json')
-    found = []
-    module = f'bench.{Path(sys.argv[0]).stem}'
-    about = {'command': command('-m', module, *sys.argv[1:])} | where_and_when()
-    for row in rows:
-        print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
-        found.append(row)
-        if not toy:
-            write_json(partial, about | {'rows': found})
-    if not toy:
-        partial.replace(path)
-        print(f'written to {path}')
+    with process(**environment) as ask:
+        return ask(function, *args)
+
+
+def _call(function, *args):
+    result = function(*args)
+    return [*result] if isinstance(result, Iterator) else result
 
 
 def where_and_when() -> dict:
     """Return {'device', 'date', 'commit', 'versions'} of a measurement."""
+    import transformers
     cpuinfo = Path('/proc/cpuinfo')
     named = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
     cpu = f'{named[1] if named else platform.processor()}, {torch.get_num_threads()} threads'
     describe = ['git', 'describe', '--always', '--dirty']
     commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     versions = {'python': platform.python_version(), 'torch': torch.__version__,
-                'transformers': version('transformers')}
+                'transformers': transformers.__version__}
     return {'device': torch.cuda.get_device_name() if GPU else cpu, 'date': datetime.date.today().isoformat(),
             'commit': commit or 'unknown', 'versions': versions}
 
@@ -202,3 +171,43 @@ def one_line(about: dict) -> str:
     """Format `where_and_when` as 'device; date; commit; versions'."""
     versions = ', '.join(f'{name} {version}' for name, version in about['versions'].items())
     return f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}'
+
+
+@dataclass
+class Settings:
+    toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
+
+
+def measure(argv: list[str] | None, settings: type = Settings, prefix: str = '',
+            **measurements: Callable[..., Iterable[dict]]) -> None:
+    """Run the measurement named in argv, or the first, with all settings. Writes its rows.
+
+    prefix: what the name of the file with the results starts with.
+    """
+    with friendly_errors(argv):
+        s, names, _ = load_settings(settings, argv)
+        name, *others = names or measurements
+        if name not in measurements or (names and others):
+            raise UserError(f'unexpected {" ".join(names)!r}: expected one of {", ".join(measurements)}')
+        write_results(prefix + name, measurements[name](**asdict(s)), toy=s.toy)
+
+
+def write_results(name: str, rows: Iterable[dict], toy: bool = False) -> None:
+    """Print rows (dicts) as they arrive and write them to bench/results/NAME_DEVICE.json.
+
+    If interrupted, NAME_DEVICE.partial.json has the rows so far. toy: only print.
+    """
+    path = RESULTS / f'{name}_{"gpu" if GPU else "cpu"}.json'
+    partial, about, found = path.with_suffix('.partial.json'), None, []
+    for row in rows:
+        found.append(row)
+        print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
+        if not toy:
+            module = f'bench.{Path(sys.argv[0]).stem}'
+            about = about or {'command': command('-m', module, *sys.argv[1:])} | where_and_when()
+            RESULTS.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
+    if toy or not found:
+        return
+    partial.replace(path)
+    print(f'written to {path}')

@@ -10,16 +10,20 @@ from collections.abc import Iterator
 
 import torch
 
-from bench import DEVICE, GPU, Settings, decoding_speeds, measure
+from bench import DEVICE, GPU, decoding_speeds, measure
 from common.decoding import Decoder
-from common.machine import decoding_dtype
+from common.machine import decoding_dtype, start_processes
 from common.models import count_parameters
 from model_context_ready import Config, Model
+from train import Settings
 
 PAIRS = [  # (Context-Ready, its Roformer)
-    [dict(n_layer=1, n_embd=2048), dict(n_layer=6, n_embd=1088, K=1)],
-    [dict(n_layer=5, n_embd=1120), dict(n_layer=12, n_embd=768, K=1)]]
-TOY_PAIRS = [[dict(n_layer=1, n_embd=32), dict(n_layer=2, n_embd=32, K=1)]]
+    ({'n_layer': 1, 'n_embd': 2048}, {'n_layer': 6, 'n_embd': 1088, 'K': 1}),
+    ({'n_layer': 5, 'n_embd': 1120}, {'n_layer': 12, 'n_embd': 768, 'K': 1}),
+]
+TOY_PAIRS = [({'n_layer': 1, 'n_embd': 32}, {'n_layer': 2, 'n_embd': 32, 'K': 1})]
+NEW = 50 if GPU else 16  # tokens per timing
+LENGTHS = 100, 1000, 10_000  # T
 
 
 def decode_eagerly(decoder: Decoder) -> None:
@@ -27,20 +31,19 @@ def decode_eagerly(decoder: Decoder) -> None:
     decoder.tokens = decoder.model.extend(decoder.tokens[:, None], decoder.cache).argmax(-1)
 
 
-def figures(s: Settings) -> Iterator[dict]:
+def figures(toy: bool) -> Iterator[dict]:
     """Yield decoding speed and weights read per token, relative to the Roformer of each pair."""
-    dtype = decoding_dtype('auto', DEVICE.type)
-    new = 50 if GPU else 16  # tokens per timing
-    lengths = 100, 1000, 10_000
-    if s.toy:
-        new, lengths = 2, (100,)
-    for pair in TOY_PAIRS if s.toy else PAIRS:
+    pairs, new, dtype = TOY_PAIRS if toy else PAIRS, 2 if toy else NEW, decoding_dtype('auto', DEVICE.type)
+    lengths, modes = LENGTHS[:1] if toy else LENGTHS, {'eager': decode_eagerly}
+    if GPU:
+        modes['CUDA graph'] = Decoder.next_tokens
+    for pair in pairs:
         torch.manual_seed(0)
         models = {i: Model(Config(n_head=16, prefill_tol=1, **values)).eval().to(DEVICE, dtype)
                   for i, values in enumerate(pair)}  # prefill_tol: an approximate prefill is enough for timing
         # a token reads only one row of the embedding
         read = [count_parameters(model) - model.embed.weight.numel() for model in models.values()]
-        for mode, step in {'eager': decode_eagerly, **({'CUDA graph': Decoder.next_tokens} if GPU else {})}.items():
+        for mode, step in modes.items():
             speeds, at = decoding_speeds(models, [16], new, 9, step), decoding_speeds(models, lengths, 4, step=step)
             for i, values in enumerate(pair):
                 yield {'mode': mode, 'dtype': str(dtype)[6:], 'D': values['n_layer'], 'C': values['n_embd'],
@@ -53,6 +56,7 @@ def figures(s: Settings) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    start_processes(Settings())
     measure(argv, context_ready=figures)
 
 

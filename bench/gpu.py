@@ -9,6 +9,8 @@ says which failed, and the --only that runs the rest. The output goes to FOLDER/
 out/gpu) as it is printed, and all measurements to FOLDER/results.json. Takes too long for this:
 `bench.train_step objectives`.
 """
+import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,15 +19,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from bench import GPU, RESULTS
-from common.files import ROOT, UserError, friendly_errors, write_json
-from common.settings import load_settings
-
+ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 570  # seconds per call
 WORKERS = ['-n', '8'] if importlib.util.find_spec('xdist') else []
 TESTS = ['-m', 'pytest', '-v', *WORKERS]
@@ -52,71 +48,71 @@ STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes
 FELL_BACK = re.compile(r'run step by step|recomputes the text|hit config\.\w+_limit|falling back')
 
 
-@dataclass
-class Settings:
-    out: str = 'out/gpu'  # folder for gpu.log and results.json
-    only: tuple[Literal[tuple(STEPS)], ...] = tuple(STEPS)  # steps to run
-    limit: float = LIMIT  # seconds for all of them
-
-
 def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
     """Run python with these arguments. Returns (output, status).
 
     The output is written directly to the log file, so it survives if this script is killed. All
-    processes that the step started are killed when it ends. On time-out they first get Ctrl-C, so
-    that pytest prints its failures.
+    processes that the step started are killed when it ends.
     """
     start = log.seek(0, os.SEEK_END)
-    limited = ['timeout', '--signal=INT', '--kill-after=10', str(seconds)]
-    process = subprocess.Popen([*limited, sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+    process = subprocess.Popen([sys.executable, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
                                start_new_session=True, env={**os.environ, 'PYTHONUNBUFFERED': '1'})
     try:
-        code = process.wait()
+        code = process.wait(seconds)
+        status = f'exit status {code}' if code else 'done'
+    except subprocess.TimeoutExpired:
+        status = 'out of time'
+        process.send_signal(signal.SIGINT)  # makes pytest print its failures
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
     finally:  # also on Ctrl-C, which does not reach processes in another session
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     log.seek(start)
     text = log.read().decode(errors='replace')
-    if code:
-        return text, 'out of time' if code in (124, -signal.SIGKILL) else f'exit status {code}'
     fallback = FELL_BACK.search(text)
-    return text, f'fell back: {fallback[0]!r}' if fallback else 'done'
+    return text, f'fell back: {fallback[0]!r}' if fallback and status == 'done' else status
 
 
 def collect_results(out: Path, begin: float) -> None:
     """Write the benchmarks' results since `begin` to one file: {name: content of its JSON}."""
-    paths = [path for path in sorted(RESULTS.glob('*_gpu.*json')) if path.stat().st_mtime >= begin]
-    write_json(out / 'results.json', {path.name.partition('.')[0]: json.loads(path.read_text()) for path in paths})
+    paths = [path for path in sorted((ROOT / 'bench/results').glob('*_gpu.*json')) if path.stat().st_mtime >= begin]
+    found = {path.name.partition('.')[0]: json.loads(path.read_text()) for path in paths}
+    (out / 'results.json').write_text(json.dumps(found, indent=1) + '\n')
 
 
-def main(argv: list[str] | None = None) -> None:
-    with friendly_errors(argv):
-        s, _, _ = load_settings(Settings, argv)
-        if not GPU:
-            raise UserError('PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
-                            'python -m bench.train_step')
-        begin = time.time()
-        out = Path(s.out)
-        statuses = {}
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / 'gpu.log', 'ab+', buffering=0) as log:
-            for name in s.only:
-                start, (seconds, args) = time.time(), STEPS[name]
-                left = begin + s.limit - start
-                if left < min(seconds, 30):
-                    statuses[name] = 'not run'
-                    continue
-                log.write(f'==== {name}: python {" ".join(args)}\n'.encode())
-                text, statuses[name] = run_step(args, min(seconds, left), log)
-                line = f'==== {name}: {statuses[name]}, {time.time() - start:.0f} s\n'
-                log.write(line.encode())
-                print(text[-3000:], line, sep='\n', flush=True)
-                collect_results(out, begin)
-        left_out = [name for name in s.only if statuses[name] == 'not run']
-        failed = [name for name in s.only if statuses[name] not in ('done', 'not run')]
-        if left_out or failed:
-            raise UserError(f'failed: {", ".join(failed) or "none"}; not run: --only={",".join(left_out)}')
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--only', type=lambda text: text.split(','), default=list(STEPS))
+    parser.add_argument('--limit', type=float, default=LIMIT)
+    parser.add_argument('--out', type=Path, default=Path('out/gpu'))
+    s = parser.parse_args(argv)
+    if unknown := {*s.only} - {*STEPS}:
+        parser.error(f'unknown step {min(unknown)!r}: expected some of {", ".join(STEPS)}, separated by commas')
+    import torch
+    if not torch.cuda.is_available():
+        sys.exit('bench.gpu: PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
+                 'python -m bench.train_step')
+    begin, end, failed, not_run = time.time(), time.monotonic() + s.limit, [], []
+    s.out.mkdir(parents=True, exist_ok=True)
+    with open(s.out / 'gpu.log', 'ab+', buffering=0) as log:
+        for name in s.only:
+            start, (seconds, args) = time.monotonic(), STEPS[name]
+            if end - start < min(seconds, 30):
+                not_run.append(name)
+                continue
+            log.write(f'==== {name}: python {" ".join(args)}\n'.encode())
+            text, status = run_step(args, min(seconds, end - start), log)
+            line = f'==== {name}: {status}, {time.monotonic() - start:.0f} s\n'
+            log.write(line.encode())
+            print(text[-3000:], line, sep='\n', flush=True)
+            if status != 'done':
+                failed.append(name)
+            collect_results(s.out, begin)
+    problems = [f'failed: {", ".join(failed)}'] * bool(failed)
+    problems += [f'not run: --only={",".join(not_run)}'] * bool(not_run)
+    sys.exit('; '.join(problems) or 0)
 
 
 if __name__ == '__main__':

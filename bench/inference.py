@@ -6,38 +6,42 @@
 
 The defaults on a GPU are the paper's protocol. Weights are random, in fp32 (as the paper's memory
 column implies) or bf16. On a GPU, matmuls and cache are in bf16 either way, and each method decodes
-with CUDA graphs. Speed: the methods take turns in one process; medians of two rounds after a
-warm-up. Memory: one process per method, minus what was used before the model was made. 'held' is
-the paper's peak, weights and cache after decoding; 'peak' is the highest value at any moment.
+with CUDA graphs. Speed: the methods take turns in one process; medians of `rounds` after a warm-up
+round. Memory: one process per method, minus what was used before the model was made. 'held' is the
+paper's peak, weights and cache after decoding; 'peak' is the highest value at any moment.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
 
-import bench
-from bench import DEVICE, GPU, TOY_SHAPE, Method, added_memory, alternate, in_new_process, make_model, over_standard
+from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common.decoding import generate
-from common.files import ROOT
+from common.files import ROOT, UserError
 from common.settings import check_ranges, read_config_file
 
 
 @dataclass
-class Settings(bench.Settings):
+class Settings:
     scales: tuple[str, ...] = ('xs', 's', 'm', 'l', 'xl') if GPU else ('xs',)  # sizes: config/standard_<scale>.py
-    methods: tuple[Method, ...] = ('two_x_memory', 'delayed_state', 'sps')  # also reverse_sps and sps_window_0
+    methods: tuple[str, ...] = ('two_x_memory', 'delayed_state', 'sps')  # also reverse_sps and sps_window_0
     batch: int = 16 if GPU else 4  # number of sequences
     prompt: int = 1024 if GPU else 256  # prompt tokens per sequence
     new: int = 3072 if GPU else 128  # decoded tokens per sequence
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of the weights
+    rounds: int = 2  # timed rounds, after a warm-up round
+    toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
 
     def __post_init__(self):
         if self.toy:
             self.scales, self.batch, self.prompt, self.new = ('toy',), 2, 8, 4
-        check_ranges(self, batch=1, prompt=1, new=1)
-        self.methods = tuple(dict.fromkeys(['standard', *self.methods]))
+        check_ranges(self, batch=1, prompt=1, new=1, rounds=1)
+        self.names = list(dict.fromkeys(['standard', *self.methods]))
+        for name in self.names:
+            if name not in FAMILY:
+                raise UserError(f'methods has {name!r}: expected {", ".join(FAMILY)}')
 
 
 def ready_model(name: str, scale: str, s: Settings):
@@ -58,35 +62,43 @@ def decode(model, n_new: int, s: Settings):
 
 def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
     """Return {'held', 'peak', 'cache'} in bytes for one generation. Call it in a new process."""
-    with added_memory() as used:
-        model = ready_model(name, scale, s)
-        cache = decode(model, s.new, s)
-    return used | {'cache': cache.nbytes}
+    torch.zeros(1, device=DEVICE)
+    before = resident()['held']
+    model = ready_model(name, scale, s)
+    if GPU:  # reset the peak
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path('/proc/self/clear_refs').write_text('5')
+    cache = decode(model, s.new, s)
+    return {what: n - before for what, n in resident().items()} | {'cache': cache.nbytes}
 
 
 def speed(scale: str, s: Settings) -> Iterator[dict]:
     """Yield rows of end-to-end and prefill throughput."""
-    models = {name: ready_model(name, scale, s) for name in s.methods}
-    for what, n_new, n_tokens in (('end to end', s.new, s.new), ('prefill', 1, s.prompt)):
-        sides = {name: partial(decode, model, n_new, s) for name, model in models.items()}
-        seconds = alternate(sides, rounds=2, warmup=1)
+    models = {name: ready_model(name, scale, s) for name in s.names}
+    for what, n_new in (('end to end', s.new), ('prefill', 1)):
+        sides = {name: lambda model=model, n_new=n_new: decode(model, n_new, s) for name, model in models.items()}
+        seconds = alternate(sides, s.rounds, warmup=1)
+        n_tokens = s.batch * (n_new if what == 'end to end' else s.prompt)
         yield {'scale': scale, 'dtype': s.dtype, 'what': f'throughput, {what}',
-               'standard tokens/s': round(s.batch * n_tokens / seconds['standard'], 1),
+               'standard tokens/s': round(n_tokens / seconds['standard'], 1),
                **{name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}}
 
 
-def figures(s: Settings) -> Iterator[dict]:
+def figures(**values) -> Iterator[dict]:
+    s = Settings(**values)
     for scale in s.scales:
         yield from speed(scale, s)
-        used = {name: in_new_process(memory, name, scale, s) for name in s.methods}
+        used = {name: memory(name, scale, s) if s.toy else isolated(memory, name, scale, s) for name in s.names}
         for what in ('held', 'peak', 'cache'):
-            n_bytes = {name: max(1, of_method[what]) for name, of_method in used.items()}  # may be 0 at toy size
+            n_bytes = {name: of_method[what] for name, of_method in used.items()}
+            n_bytes['standard'] = max(1, n_bytes['standard'])  # may be 0 at toy size
             yield {'scale': scale, 'dtype': s.dtype, 'what': f'memory, {what}',
                    'standard MiB': round(n_bytes['standard'] / 2 ** 20, 1), **over_standard(n_bytes)}
 
 
 def main(argv: list[str] | None = None) -> None:
-    bench.measure(argv, Settings, inference=figures)
+    measure(argv, Settings, inference=figures)
 
 
 if __name__ == '__main__':

@@ -3,10 +3,9 @@
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--batch_size=32] [--toy]
 
-A step is train.py's. Both sides take turns in one process, with the same optimizer, clipping and
-allocator. 'same': both in the same precision; 'defaults': ours in train.py's precision, Hugging
-Face in fp32. Then the step time of each two-stream method relative to Standard, with 6 layers of
-384 on the same tokens.
+Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': both
+in the same precision; 'defaults': ours in train.py's precision, Hugging Face in fp32. Then the step
+time of each two-stream method relative to Standard, with 6 layers of 384 on the same tokens.
 
 `objectives`: the NextLat paper's table of training costs: parameters, steps/s and peak memory of
 ntp, of nextlat, mtp and jtp with horizons 1, 2 and 8, and of bst with a tenth of its pairs. On a
@@ -16,25 +15,23 @@ because otherwise the head would dominate.
 """
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import torch
 
 import bench
+import model_standard
 import train
-from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, added_memory, alternate, in_new_process, over_standard
-from common import families, machine, models, run_settings
-from common.dry_run import assumed_data
+from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
+from common import families, gpu, machine, models
 from common.settings import check_ranges
+from common.start import SPIN_COUNT
 
-DTYPES = 'bfloat16', 'float32'
-WIDTH = 2048 if GPU else 384  # of `objectives`
-OBJECTIVES = {  # (objective, horizon): settings. p_psi has the paper's width relative to n_embd
-    ('ntp', 1): dict(model='nextlat', objective='ntp'),
-    **{(model, d): dict(model=model, horizon=d) | (dict(n_dynamics=WIDTH * 51 // 16) if model == 'nextlat' else {})
-       for d in (1, 2, 8) for model in ('nextlat', 'mtp', 'jtp')},
-    ('bst', 1): dict(model='bst', pair_share=0.1)}
+SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
+T, VOCABULARY = 256, 50304
+DTYPES = torch.bfloat16, torch.float32
+TRAINING = {'GOMP_SPINCOUNT': SPIN_COUNT}  # as in train.py
+OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp')), ('bst', 1)]
 
 
 @dataclass
@@ -47,121 +44,142 @@ class Settings(bench.Settings):
 
 # ---- one step ----
 
-def training_step(config_file: str | None = None, **values) -> tuple:
-    """Return (step, model, settings, machine) of train.py with a config file and settings.
-
-    step() trains on one micro-batch and returns its loss.
-    """
-    args = ['--dry_run', *filter(None, [config_file]), *(f'--{name}={value}' for name, value in values.items())]
-    s, given, _ = run_settings.read_settings(train.Settings, args)
-    s = replace(s, batch_size=s.micro_batch_size)
-    config = run_settings.model_config(s, given, assumed_data(s, None), None)
-    this = machine.start_processes(s)
-    this.dtype = machine.pick_dtype(s.dtype, DEVICE.type)
-    torch.manual_seed(s.seed)
-    model = models.model_file(s.model).Model(config).to(DEVICE)
-    return make_step(model, this.compiled(model, s.compile), config, s, this), model, s, this
+def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callable[[], float]:
+    """Return a function that does a training step and returns the loss. tokens: (2, B, T)."""
+    def step():
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = forward(*tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+    return step
 
 
-def make_step(model, forward: Callable, config, s, this) -> Callable:
-    """Return a function that runs a step of train.py, always on the same random tokens.
-
-    forward(idx, targets) returns {'loss': ...}. Documents have 200 tokens on average, in windows
-    longer than 1024 tokens 1000.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.n_ids - 1, (2, s.batch_size, s.block_size), generator=generator)
-    if config.eos_id is not None:
-        length = 200 if s.block_size <= 1024 else 1000
-        tokens[torch.rand(tokens.shape, generator=generator) < 1 / length] = config.eos_id
-    optimizer = train.make_optimizer(model, s)
-    skips = torch.zeros(3, device=DEVICE)
-    data = SimpleNamespace(train_batch=lambda *_: tokens)
-    return lambda: train.train_step(model, forward, optimizer, data, s, 0, this, skips)[0]['loss']
+def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]:
+    """Return a training step of one of our models, as in train.py."""
+    called = machine.Machine(0, 1, DEVICE).compiled(model, compile)
+    optimizer = train.make_optimizer(model, train.Settings())
+    return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
 
-def peak_memory(values: dict) -> int:
-    """Return the bytes that a model and three steps add at their peak. Call it in a new process."""
-    with added_memory() as added:
-        step, *_ = training_step(**values)
-        for _ in range(3):
-            step()
-    return added['peak']
+def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
+    """Return one training step per side, with the same weights and tokens (2, B, T)."""
+    torch.manual_seed(0)
+    model = model_standard.Model(model_standard.Config(eos_id=None, n_ids=50304, **shape)).to(DEVICE)
+    llama = families.to_family(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
+    return {'ours': our_step(model, tokens, dtype),
+            'hf': optimizer_step(llama, lambda x, y: llama(input_ids=x, labels=x, shift_labels=y).loss,
+                                 train.make_optimizer(llama, train.Settings()), tokens, dtype)}
 
 
-# ---- beside Hugging Face and Standard ----
+# ---- beside Hugging Face ----
 
-def one_stream(s: Settings) -> Iterator[dict]:
-    """Yield rows that compare Standard with Hugging Face Llama."""
-    seconds = {}
-    shape = dict(n_layer=8, n_head=8, n_embd=512, block_size=256)
-    if s.toy:
-        shape = TOY_SHAPE | dict(block_size=16)
+def beside_hugging_face(shape: dict, rounds: int, batch_size: int) -> Iterator[dict]:
+    """Yield rows that compare both sides, with the allocator and threads of train.py."""
+    machine.start_processes(train.Settings())
+    times, tokens = {}, torch.randint(0, 50257, (2, batch_size, T if shape == SHAPE else 16), device=DEVICE)
     for dtype in DTYPES:
-        ours, model, settings, this = training_step(
-            **shape, micro_batch_size=s.batch_size, dtype=dtype, mask_documents=False, compile=False)
-        llama = families.to_family(model.config, copy.deepcopy(model.state_dict()), 50304).to(DEVICE).train()
-        llama.config.eos_id = None  # read by train_step
-        hf = make_step(llama, lambda x, y: {'loss': llama(input_ids=x, labels=x, shift_labels=y).loss},
-                       model.config, settings, this)
-        assert abs(ours() - hf()) < 0.02
-        seconds |= alternate({('ours', dtype): ours, ('hf', dtype): hf}, rounds=1 if s.toy else 12)
-    default = str(machine.pick_dtype('auto', DEVICE.type))[6:]
-    for terms in (('same', 'bfloat16', 'bfloat16'), ('same', 'float32', 'float32'), ('defaults', default, 'float32')):
-        yield bench.beside_hugging_face(seconds, s.batch_size * shape['block_size'], *terms)
+        steps = make_steps(shape, dtype, tokens)
+        losses = {side: step() for side, step in steps.items()}
+        assert max(losses.values()) - min(losses.values()) < 0.02, losses
+        times |= {(side, str(dtype)[6:]): seconds for side, seconds in alternate(steps, rounds).items()}
+    for terms, ours, hf in (('same', 'bfloat16', 'bfloat16'), ('same', 'float32', 'float32'),
+                            ('defaults', str(machine.pick_dtype('auto', DEVICE.type))[6:], 'float32')):
+        our_time, hf_time = times['ours', ours], times['hf', hf]
+        yield {'terms': terms, 'ours_dtype': ours, 'hf_dtype': hf,
+               'ours_tokens_per_s': round(tokens[0].numel() / our_time),
+               'hf_tokens_per_s': round(tokens[0].numel() / hf_time), 'ratio': round(hf_time / our_time, 3)}
 
 
-def two_streams(s: Settings) -> Iterator[dict]:
-    """Yield rows of step times relative to Standard, on documents."""
-    shape, lengths = (TOY_SHAPE, [16]) if s.toy else (dict(n_layer=6, n_head=6, n_embd=384), [1024, 256])
+def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds: int) -> dict:
+    """Return a row of step times relative to Standard, on documents of 200 or 1000 tokens."""
+    tokens = torch.randint(0, 50256, (2, batch_size, T), device=DEVICE)
+    tokens.masked_fill_(torch.rand(tokens.shape, device=DEVICE) < 1 / (200 if T <= 1024 else 1000), 50256)
+    models = {name: make_model(name, **shape) for name in methods}
+    seconds = alternate({name: our_step(model, tokens, dtype, compile=GPU)
+                         for name, model in models.items()}, rounds, warmup=3)
+    torch.compiler.reset()  # torch.compile allows only eight versions of one forward
+    tokens_per_s, peak = tokens[0].numel() / seconds['standard'], gpu.peak_flops(DEVICE, dtype)
+    return {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'n_layer': shape['n_layer'], 'T': T,
+            'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
+            'standard_mfu': peak and round(models['standard'].flops_per_token(T) * tokens_per_s / peak, 3)
+            } | over_standard(seconds)
+
+
+def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:
+    machine.start_processes(train.Settings())
+    shape, lengths = (TOY_SHAPE, [16]) if toy else (dict(n_layer=6, n_head=6, n_embd=384), [1024, 256])
     for T in lengths:
         for dtype in DTYPES:
-            batch_size = s.batch_size if s.toy else max(1, s.batch_size * 256 // T)
-            sides = {name: training_step(model=file, **own, **shape, block_size=T, micro_batch_size=batch_size,
-                                         dtype=dtype) for name, (file, own) in FAMILY.items()}
-            seconds = alternate({name: step for name, (step, *_) in sides.items()}, 1 if s.toy else 7, warmup=3)
-            torch.compiler.reset()  # torch.compile allows only so many versions of one function
-            _, standard, _, this = sides['standard']
-            tokens_per_s = batch_size * T / seconds['standard']
-            peak = this.peak_flops()
-            yield {'terms': 'time over standard', 'dtype': dtype, 'n_layer': shape['n_layer'], 'T': T,
-                   'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
-                   'standard_mfu': peak and round(standard.flops_per_token(T) * tokens_per_s / peak, 3)
-                   } | over_standard(seconds)
+            yield beside_standard(FAMILY, shape, T, max(1, batch_size * 256 // T), dtype, rounds=1 if toy else 7)
 
 
-def figures(s: Settings) -> Iterator[dict]:
-    yield from one_stream(s)
-    yield from two_streams(s)
+# ---- the papers' tables ----
+
+def objective_step(objective: str, horizon: int, batch_size: int, vocabulary=VOCABULARY, toy=False) -> tuple:
+    """Return a training step as in train.py, and its model. objective: ntp or a model's name.
+
+    p_psi has the paper's width relative to n_embd. bst has no horizon.
+    """
+    shape, n_dynamics, tokens_per_row = dict(n_layer=22, n_head=16, n_embd=2048), 6528, 1024
+    if not GPU:
+        shape, n_dynamics, tokens_per_row = dict(n_layer=12, n_head=6, n_embd=384), 1224, T
+    if toy:
+        shape, n_dynamics, tokens_per_row = TOY_SHAPE | {'n_layer': 2}, 32, 16
+    torch.manual_seed(0)
+    shape |= dict(vocab_size=vocabulary, n_ids=vocabulary, eos_id=None)
+    own = {'ntp': dict(objective='ntp'), 'nextlat': dict(horizon=horizon, n_dynamics=n_dynamics),
+           'bst': dict(pair_share=0.1)}.get(objective, dict(horizon=horizon))
+    module = models.model_file('nextlat' if objective == 'ntp' else objective)
+    model = module.Model(module.Config(**own, **shape)).to(DEVICE)
+    tokens = torch.randint(0, vocabulary, (2, batch_size, tokens_per_row), device=DEVICE)
+    dtype = machine.pick_dtype('auto', DEVICE.type)
+    return our_step(model, tokens, dtype, compile=GPU), model
 
 
-# ---- the NextLat paper's table ----
+def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
+    """Return the peak memory of three steps in bytes. Call it in a new process."""
+    machine.start_processes(train.Settings())
+    torch.zeros(1, device=DEVICE)
+    before = resident()['held']
+    step, _ = objective_step(objective, horizon, batch_size)
+    for _ in range(3):
+        step()
+    return resident()['peak'] - before
 
-def objectives(s: Settings) -> Iterator[dict]:
+
+def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
     """Yield the rows of the training-cost table. At toy size memory is not measured."""
-    shape = dict(n_layer=22, n_head=16, n_embd=WIDTH, block_size=1024) if GPU else dict(
-        n_layer=12, n_head=6, n_embd=WIDTH, block_size=256)
-    if s.toy:
-        shape = TOY_SHAPE | dict(n_layer=2, block_size=16)
-    sides = {side: own | shape | dict(micro_batch_size=s.batch_size, mask_documents=False)
-             for side, own in OBJECTIVES.items()}
-    ntp = 'ntp', 1
-    ids = {} if GPU else dict(assumed_ids=257)
-    base = None if s.toy else in_new_process(peak_memory, sides[ntp])
-    for side, values in sides.items():
-        steps = {name: training_step(**sides[name], **ids) for name in dict.fromkeys([ntp, side])}
-        seconds = alternate({name: step for name, (step, *_) in steps.items()}, rounds=1 if s.toy else 7)
-        row = {'objective': side[0], 'horizon': side[1], 'batch': s.batch_size,
-               'parameters': models.count_parameters(steps[side][1]),
+    machine.start_processes(train.Settings())
+    vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
+    base = None if toy else isolated(peak_memory, *ntp, batch_size, **TRAINING)
+    for side in OBJECTIVES:
+        steps = {name: objective_step(*name, batch_size, vocabulary, toy) for name in dict.fromkeys([ntp, side])}
+        seconds = alternate({name: step for name, (step, _) in steps.items()}, rounds=1 if toy else 7)
+        row = {'objective': side[0], 'horizon': side[1], 'batch': batch_size,
+               'parameters': sum(p.numel() for p in steps[side][1].parameters()),
                'steps_per_s': round(1 / seconds[side], 3), 'time_over_ntp': round(seconds[side] / seconds[ntp], 3)}
-        if not s.toy:
-            row['peak_memory_over_ntp'] = round(in_new_process(peak_memory, values) / base, 3)
+        if not toy:
+            row['peak_memory_over_ntp'] = round(isolated(peak_memory, *side, batch_size, **TRAINING) / base, 3)
         yield row
-        torch.compiler.reset()  # torch.compile allows only so many versions of one function
+        torch.compiler.reset()  # torch.compile allows only eight versions of one forward
+
+
+# ---- the command line ----
+
+def figures(toy: bool, batch_size: int) -> Iterator[dict]:
+    if toy:
+        yield from beside_hugging_face(TOY_SHAPE, 1, batch_size)
+        yield from two_streams(True, batch_size)
+        return
+    yield from isolated(beside_hugging_face, SHAPE, 12, batch_size, **TRAINING)
+    yield from isolated(two_streams, False, batch_size, **TRAINING)
 
 
 def main(argv: list[str] | None = None) -> None:
-    bench.measure(argv, Settings, train_step=figures, objectives=objectives)
+    measure(argv, Settings, train_step=figures, objectives=objectives)
 
 
 if __name__ == '__main__':

@@ -49,7 +49,7 @@ def fast_tokenizer(name: str):
             fast = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
         if fast.encode(SAMPLE, add_special_tokens=False).ids != load_tokenizer(name).encode(SAMPLE):
             raise UserError(f'transformers {transformers.__version__} converts {name} to a tokenizer with other ids: '
-                            'install transformers 5.24 or later, which needs Python 3.11')
+                            'use a newer one (5.24, for Python 3.11, converts all that we tried)')
         return fast
     if not task_class(name):
         return Tokenizer.from_file(name)

@@ -126,6 +126,82 @@ def test_saved_tensors_follow_the_documented_formula():
 
 # ---- the kernels ----
 
+def random(*shape, device='cpu'):
+    """Return random values, as columns of a wider tensor if they are a matrix."""
+    x = torch.randn(*shape[:-1], shape[-1] + 3, dtype=torch.float64, device=device)
+    return (x[..., 2:-1] if len(shape) == 2 else x[..., :-3].contiguous()).requires_grad_()
+
+
+def assert_equal(have, want):
+    for x, y in zip(have, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@in_kernels
+@pytest.mark.parametrize('n_read', [0, 45])
+def test_glu_kernels_equal_the_plain_function(n_read, kernels_device):
+    N, n_ffn = 5, 37
+    z, read = (random(N, n, device=kernels_device) for n in (2 * n_ffn + n_read, n_read))
+    want = gpn_gpu.glu(z, read, 0.1, z.dtype)
+    read = read.contiguous()
+    assert_equal([gpn_gpu.launch_glu(z, read, 0.1, z.dtype)], [want])
+    grad, dz, y = torch.randn_like(want), torch.zeros_like(z), torch.zeros_like(want)
+    dread = gpn_gpu.launch_glu_backward(grad, z, read, 0.1, dz, y)
+    assert_equal([dz, dread, y], [*torch.autograd.grad(gpn_gpu.glu(z, read, 0.1, z.dtype), (z, read), grad), want])
+
+
+@in_kernels
+@pytest.mark.parametrize('writes', [True, False])
+def test_memory_input_kernels_equal_the_plain_function(writes, kernels_device):
+    N, H, K, D = 5, 3, 7, 10
+    z = random(N, H * (2 * K + D + 2) if writes else H * K, device=kernels_device)
+    rate = random(H, device=kernels_device).detach().abs() if writes else None
+    rates = None if rate is None else rate.repeat(N, 1).requires_grad_()
+    sizes, carry = (H, K, D, 0.1), (torch.arange(N, device=kernels_device) % 2).double().unsqueeze(1)
+    want = gpn_gpu.memory_inputs(z, rates, sizes)
+    assert_equal(gpn_gpu.launch_memory_inputs(z, rate, sizes), want)
+    grads, dz, drate = [*map(torch.randn_like, want)], torch.zeros_like(z), None
+    results = want[:1]
+    if writes:
+        q, k, v, decay, beta = want
+        results, drate = [q, k * carry.unsqueeze(-1), v, beta, decay.log()], torch.zeros_like(rates)
+    gpn_gpu.launch_memory_inputs_backward(z, rate, sizes, dz, grads, drate, carry)
+    assert_equal([dz, drate][:1 + writes], torch.autograd.grad(results, [z, rates][:1 + writes], grads))
+
+
+@in_kernels
+@pytest.mark.parametrize('documents', [True, False])
+def test_delta_kernels_equal_the_plain_function(documents, kernels_device):
+    """Value columns that fill one tile and a part of another."""
+    B, H, K, D = 3, 2, 7, 45
+    memory, q, k, v, beta, decay, grad_read = (random(B, H, *shape, device=kernels_device).contiguous() for shape in (
+        (K, D), (K,), (K,), (D,), (), (), (D,)))
+    carry, first_key = None, random(H, K, device=kernels_device).contiguous()
+    if documents:
+        carry = (torch.arange(B, device=kernels_device) % 2).double().unsqueeze(1)
+    want = gpn_gpu.delta_step(memory, (k, v, decay, beta), q, carry, first_key)
+    after = torch.empty_like(memory)
+    read = gpn_gpu.launch_delta_step(memory, after, (k, v, decay, beta), q, carry, first_key)
+    assert_equal([after, read], want)
+    key = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, first_key).detach().requires_grad_()
+    result, inputs = gpn_gpu.delta_step(memory, (key, v, decay, beta), q, carry, key), (memory, q, key, v, beta, decay)
+    grad = torch.randn_like(memory)
+    *grads, grad_decay = torch.autograd.grad(result, inputs, (grad, grad_read))
+    got = gpn_gpu.launch_delta_step_backward(grad, memory, (key, v, decay, beta), q, grad_read, carry)
+    assert_equal([grad, *got], [*grads, grad_decay * decay])
+
+
+def test_the_backward_of_a_gate_and_norm_equals_autograd():
+    x, z, grad, grad_y = (random(5, 30) for _ in range(4))
+    carry, gate = (torch.arange(5) % 2).double().unsqueeze(1), z.sigmoid()
+    direction, length = gpn_gpu.l2_normalize(x, 0.1)
+    want, = torch.autograd.grad((direction, gate * x), x, (grad, grad_y), retain_graph=True)
+    got = gpn_gpu.gated_add_norm_backward(grad, direction, 1 / length, grad_y, gate, carry)
+    assert_equal([got], [carry * want])
+    y, direction = gpn_gpu.gated_add_norm(z, x, grad, 0.1, x.dtype, carry)
+    assert_equal([y, direction], [grad + gate * carry * x, gpn_gpu.l2_normalize(y, 0.1)[0]])
+
+
 def small_windows(dtype=torch.float64, device='cpu', **values):
     """Return a model and short windows (2, 7) of several segments: Triton's interpreter is slow."""
     model, idx = make(segment_len=3, **values)

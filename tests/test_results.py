@@ -129,7 +129,7 @@ def check_eight_models(page):
         else:
             page.says('| {} | {} | {} | {} |', model, *map(gap, losses))
     size = float(found['Standard']['tokens']['parameters'])
-    page.says('over {} seeds. {:.2f}M parameters, `python_docs`, windows of 256. Rates',
+    page.says('over {} seeds. {:.2f}M parameters, `python_docs`, T = 256. Rates',
               found['SPS']['tokens']['seeds'], size / 1e6)
     page.says('were chosen on all {:.1f}M bytes', float(found['SPS']['tokens']['tokens']) / 1e6)
     page.says('| equal tokens, {:.1f}M |', float(found['SPS']['tokens']['tokens']) / 1e6)
@@ -376,8 +376,8 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
         return short / default
     idle = [100 * (1 - slept(f'{what}_tokens_per_s', None)) for what in ('training', 'decoding_bfloat16')]
     Page('docs/runs.md').says(
-        'training is then {:.1f} times as fast as by default. On an idle machine, it is {:.0f}% slower, and bf16 '
-        'decoding {:.0f}% slower', slept('training_tokens_per_s', 'a busy program'), *idle)
+        "training is then {:.1f} times as fast as with OpenMP's own default. On an idle machine, it is {:.0f}% slower, "
+        'and bf16 decoding {:.0f}% slower', slept('training_tokens_per_s', 'a busy program'), *idle)
     Page('docs/evaluation.md').says('runs {:.0f} times (fp32) and {:.0f} times (bf16) as fast',
                                     *(row['ratio'] for row in measured('evaluation_cpu.json')['rows']))
 

@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         claims = [c for c in chosen if has_runs(c)]
         missing = sorted({c.ours for c in chosen if c not in claims})
-        where = f'bench/results has no {" or ".join(missing)} yet (see trials.md there)'
+        where = f'bench/results/trials.md has the state of comparisons that have not been run: {"; ".join(missing)}'
         if not claims:
             raise UserError(f'no runs for {s.only}: {where}')
         if missing:

@@ -127,7 +127,7 @@ def test_claims_can_be_judged_in_several_calls(tmp_path, monkeypatch):
     assert list(judged('b')[0]) == ['b', 'c']
     (tmp_path / 'a.csv').write_text('model,tokens,losses\nold,7,2.0 2.5 3.0\n')
     with mock.patch.object(claims, 'CLAIMS', claims.CLAIMS[3:]):  # a comparison that has not been run
-        assert_sentence(run('-m', 'analysis.claims', f'--out_dir={out}'), 'no a.csv: new yet')
+        assert_sentence(run('-m', 'analysis.claims', f'--out_dir={out}'), 'have not been run: a.csv: new')
     (tmp_path / 'a.csv').write_text('model,tokens,losses\nold,7,2.0 2.5 3.0\nnew,7,1.0 1.5 2.0\n')
     rows, _ = judged('d')
     assert (rows['d']['difference'], rows['d']['our_command'], rows['d']['verdict'], rows['d']['p']) == (

@@ -7,7 +7,7 @@ from conftest import MODELS, make_run, run, saved_bytes, succeeded
 from packaging.version import Version
 
 import model_standard
-from common import checkpoint, export, families, import_hf, runs
+from common import checkpoint, export, families, hf_tokenizer, import_hf, runs
 from common.files import UserError
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer
@@ -227,6 +227,13 @@ def test_every_tokenizer_is_exported(tokenizers, tmp_path, name, bos, ends):
             assert theirs.decode(part, skip_special_tokens=True) == own.decode_text(part)
     assert (theirs.eos_token_id, theirs.bos_token_id) == (own.eos_id, own.bos_id if bos else None)
     assert_lm_eval_agrees(tmp_path / 'hf', model, own, ends)
+
+
+def test_a_tokenizer_that_transformers_converts_wrongly_is_refused(tokenizers, monkeypatch):
+    pytest.importorskip('google.protobuf')
+    monkeypatch.setattr(hf_tokenizer, 'load_tokenizer', lambda name: SimpleNamespace(encode=lambda text: [0]))
+    with pytest.raises(UserError, match='converts .*bpe.model to a tokenizer with other ids'):
+        hf_tokenizer.fast_tokenizer(str(tokenizers / 'bpe.model'))
 
 
 def test_exported_gpt2_and_task_tokenizers_give_the_same_ids(tmp_path, monkeypatch):

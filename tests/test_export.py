@@ -1,5 +1,6 @@
 """`common.export --to_hf`: every architecture and tokenizer works in transformers and lm-eval."""
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch

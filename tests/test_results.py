@@ -382,6 +382,37 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
                                     *(row['ratio'] for row in measured('evaluation_cpu.json')['rows']))
 
 
+def test_speeds_on_a_gpu_follow_from_the_files():
+    def step(model, side='ours', scale='s'):
+        return measured('training_gpu.json', model=model, side=side, scale=scale)
+
+    def ratio(model, side):  # of the speeds of a side and of ours
+        return step(model, 'ours')['ms'] / step(model, side)['ms']
+    page, readme, models = Page('docs/gpu.md'), Page('README.md'), ('standard', 'sps')
+    for name, model, scale in ('Standard S', 'standard', 's'), ('SPS S', 'sps', 's'), ('Standard L', 'standard', 'l'):
+        row = step(model, scale=scale)
+        page.says('| {} | {} | {:.1f} | {:,} | {:.2f} | {:.1f} | {}|', name, row['batch'], row['ms'],
+                  round(row['tokens/s'], -3), row['tokens/s'] * row['FLOPs per token'] / 989e12, row['peak GiB'],
+                  f'{ratio(model, "triton"):.2f} times as fast ' if scale == 's' else '')
+    page.says("takes {:.2f} times as long as Standard's ({:.2f} with Triton). It has {:.2f} times the FLOPs", *(
+        step('sps', side)['ms'] / step('standard', side)['ms'] for side in ('ours', 'triton')),
+        step('sps')['FLOPs per token'] / step('standard')['FLOPs per token'])
+    page.says('Standard has become {:.2f} times as fast, and SPS {:.2f} times', *(
+        1 / ratio(model, 'before') for model in models))
+    kernels = [measured('attention_gpu.json', side='triton', pattern=pattern)['time over ours']
+               for pattern in ('sps', 'causal')]
+    page.says('they take {:.2f} times as long as FlexAttention for SPS with documents, forward and backward, and '
+              '{:.2f} times for', *kernels)
+    less = [100 - 100 * step(model, 'triton')['peak GiB'] / step(model)['peak GiB'] for model in models]
+    page.says('needs {:.0f} to {:.0f}% less memory', *less)
+    shares = [row['peak over estimate'] for row in measured('training_gpu.json')['rows'] if 'estimate GiB' in row]
+    Page('docs/runs.md').says('it took {:.2f} to {:.2f} of the estimate', min(shares), max(shares))
+    readme.says('An H200 trains Standard S on {:,} tokens/s, SPS S on {:,}', *(
+        round(step(model)['tokens/s'], -3) for model in models))
+    readme.says('Standard and SPS train at {:.0f} to {:.0f}% of its peak', *(
+        100 * row['tokens/s'] * row['FLOPs per token'] / 989e12 for row in (step('sps'), step('standard', scale='l'))))
+
+
 def test_speeds_of_the_models_follow_from_the_files():
     context_ready, gpn, nextlat = (Page(f'docs/{name}.md') for name in ('context_ready', 'gpn', 'nextlat'))
     times = [row['loop_over_scan'] for row in measured('context_ready_cpu.json')['rows'] if row['what'] == 'bptt']

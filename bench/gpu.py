@@ -28,13 +28,13 @@ TESTS = ['-m', 'pytest', '-v', *WORKERS]
 TRAINING = ['--max_tokens=500_000', '--overwrite']
 STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes most of the time.
     'compiled': (100, [*TESTS, 'tests', '-k', 'compiled_cuda or compiled_loss']),
-    'profile_s': (90, ['-m', 'bench.profile', 's']),
+    'profile_s': (110, ['-m', 'bench.profile', 's']),
     'attention': (90, ['-m', 'bench.attention']),
     'profile_l': (150, ['-m', 'bench.profile', 'l']),
     'training': (75, ['train.py', 'config/quickstart.py', '--out_dir=out/gpu_check', *TRAINING]),
     'sampling': (15, ['sample.py', 'out/gpu_check', 'Return the', 'If', '--max_new_tokens=100']),
     'scans': (50, ['-m', 'bench.scans']),
-    'kernels': (150, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
+    'kernels': (130, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
                       '-k', 'not cpu and not compile']),
     'inference': (70, ['-m', 'bench.inference', '--scales=xs,s', '--new=512']),  # all five scales take longer
     'generate': (40, ['-m', 'bench.generate']),

@@ -92,7 +92,7 @@ def longest_kernels(*side) -> list[dict]:
 
 
 def figures(scale: str, toy: bool) -> Iterator[dict]:
-    times, rounds = {}, 1 if toy else 10
+    times, rounds = {}, 1 if toy else 5
     for group in SCALES[scale]:
         with ExitStack() as stack:
             ask = {side: stack.enter_context(process(toy)) for side in group}

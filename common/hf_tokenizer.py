@@ -4,7 +4,8 @@ import tempfile
 from pathlib import Path
 
 from common.files import UserError, write_file, write_json
-from data.tasks import make_task, task_class
+from data.names import task_class
+from data.tasks import make_task
 from data.tokenizer_files import EOS_NAMES
 from data.tokenizers import load_tokenizer, symbol_pattern
 

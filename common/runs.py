@@ -24,8 +24,7 @@ from common.files import (ROOT, UserError, command, is_number, locked, open_line
                           remove, warn_once, write_file, write_json)
 from common.models import STORED, code_of, given_model, model_file, portable_config, report_edits
 from common.settings import typed
-from data import Data, open_data
-from data.tasks import Generated
+from data import open_data
 from data.tokenizers import TOKENIZER_FILES, copy_tokenizer, tokenizer_digest
 
 REQUIRED_KEYS = {  # keys of config.json and their types, besides the other settings of training and of the model
@@ -108,7 +107,7 @@ def check_record(record: dict) -> None:
         raise ValueError(f'ends of text are {ends}: expected ids from 0 to {n_rows - 1}')
 
 
-def run_data(record: dict, name: str | None, folder=None) -> Data | Generated:
+def run_data(record: dict, name: str | None, folder=None):
     """Return the data `name`, or the run's own. UserError if there is none or tokenizers differ."""
     own = record['settings'].get('data')
     if not name and not own:  # an imported run

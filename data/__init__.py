@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.files import UserError, locked, remove
+from data.names import builtin_data, task_class
 from data.shards import BUILT, Data
-from data.tasks import Generated, builtin_data, task_class
 
 
-def open_data(name) -> Data | Generated:
-    """Open data by name, data folder, or file or folder of texts. Builds it first if needed."""
+def open_data(name):
+    """Open data by name, data folder, or file or folder of texts. Builds it first if needed.
+
+    Returns Data, or Generated for a synthetic task.
+    """
     if task_class(name):
+        from data.tasks import Generated
         return Generated(str(name))
     expected = ('expected a .txt, .jsonl, .csv or .parquet file, a folder with meta.json or of such files, or built-in '
                 f'data ({", ".join(builtin_data())}); prepare_fineweb.py converts other formats')
@@ -56,7 +60,8 @@ def text_data(path: Path) -> tuple[Path, Iterator | None]:
     mtimes of the files.
     """
     from data import sources
-    s = sources.Reading(id_field=None, val_fraction=sources.VAL_FRACTION)
+    from data.writing import VAL_FRACTION
+    s = sources.Reading(id_field=None, val_fraction=VAL_FRACTION)
     found = [str(path)] if path.is_file() else sources.visible_files(str(path))
     if not any(map(sources.format_of, found)):
         return path, None

@@ -6,7 +6,7 @@ import sys
 
 from common.files import UserError, friendly_errors
 from data import open_data
-from data.tasks import builtin_data, task_class
+from data.names import builtin_data, task_class
 
 COLUMNS = 100
 

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from common.files import without_surrogates
-from data.sources import split_of
+from data.writing import split_of
 
 SKIPPED_FOLDERS = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
 MIN_CHARACTERS = 80  # shorter docstrings only repeat the function name

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from common.files import UserError, warn_once, without_surrogates
+from data.writing import hash_fraction, split_of
 
 FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
            '.arrow': 'datasets'}
@@ -31,7 +32,6 @@ MARKERS = ('<|endoftext|>', '</s>')  # end-of-text markers that may occur in .tx
 BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 BLANK = BYTE_ORDER_MARK + b' \t\r\n'
 BATCH = 250  # rows of a file or dataset that are in memory at a time
-VAL_FRACTION = 0.05  # of built-in data and texts
 TAIL = 0.1  # fraction of a single text that becomes validation data, as in nanoGPT
 MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
 SHUFFLE_SEED = 2357  # official SPS code
@@ -338,18 +338,6 @@ def fields_to_read(place: str, names: list[str], s: Reading) -> list[str]:
 
 
 # ---- training and validation data ----
-
-def hash_fraction(text: str, val_hash: str) -> float:
-    """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
-    if val_hash == 'md5':
-        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
-
-
-def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha256') -> str:
-    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
-    return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
-
 
 def split_documents(source: Source, val_fraction: float, by_text: bool, state: dict | None = None) -> Iterator[tuple]:
     """Yield (next state, (split, text) or None). by_text: split by the text, not the id."""

@@ -17,10 +17,8 @@ and optionally
                                 val_rows). Runs can be evaluated on data where these are equal
 """
 import hashlib
-import importlib
 import math
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,23 +26,12 @@ import torch
 from common.decoding import generate
 from common.files import UserError
 from common.settings import Text, check_ranges, make_settings
+from data.names import task_class
 from data.shards import shuffled
 
-NOT_DATA = {'shards', 'sources', 'tasks', 'tokenizer_files', 'tokenizers', 'train_tokenizer', 'writing'}  # not data
 MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
 
 # ---- tasks by name ----
-
-def builtin_data() -> list[str]:
-    """Return the names of built-in data: files in this folder with `documents` or `Task`."""
-    return sorted({path.stem for path in Path(__file__).parent.glob('[a-z]*.py')} - NOT_DATA)
-
-
-def task_class(name) -> type | None:
-    """Return the Task class for a data name, or None if it is not a synthetic task."""
-    kind = str(name).partition(':')[0]
-    return getattr(importlib.import_module(f'data.{kind}'), 'Task', None) if kind in builtin_data() else None
-
 
 def make_task(name: str):
     """Create the Task for 'task' or 'task:option=value,...'. UserError for invalid options.

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.files import UserError, sha256, without_surrogates, write_file, write_json
-from data.tasks import make_task, task_class
+from data.names import task_class
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # last: a folder
 
@@ -48,6 +48,7 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
     if name == 'byte':
         tokenizer = byte_tokenizer()
     elif task_class(name):
+        from data.tasks import make_task
         tokenizer = symbol_tokenizer(name, make_task(name).symbols)
     elif name == 'gpt2' or path.exists():
         from data.tokenizer_files import read_tokenizer

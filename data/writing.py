@@ -1,4 +1,5 @@
-"""Write data folders: `write_data`, the ShardWriter it uses, and encoding of long documents."""
+"""Write data folders: splits, ShardWriter, encoding of long documents, and `write_data`."""
+import hashlib
 import os
 import re
 import secrets
@@ -12,9 +13,22 @@ import numpy as np
 from common.files import UserError, sha256, write_json
 from data.tokenizers import Tokenizer, copy_tokenizer
 
+VAL_FRACTION = 0.05  # of built-in data and texts
 PIECE = 2 ** 17  # characters encoded at a time; a library may need 170 bytes of memory for each
 CONTEXT = 1009  # characters on each side of a cut to test it; a prime, unlikely to be the period of a text
 WORD_END = re.compile(r'(?<=\S)(?=\s)|(?<=\S)\b')  # not after spaces: their tokens depend on what follows
+
+
+def hash_fraction(text: str, val_hash: str) -> float:
+    """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
+    if val_hash == 'md5':
+        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
+
+
+def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha256') -> str:
+    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
+    return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
 
 
 class ShardWriter:

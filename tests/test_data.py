@@ -15,7 +15,7 @@ from conftest import bit_flips, byte_documents, run, shard_ids, succeeded
 import data
 from common.files import UserError
 from common.validation import validation_loss
-from data import python_docs, sources, writing
+from data import python_docs, writing
 from data.shards import Data, epoch_keys, shuffled
 from data.tokenizers import load_tokenizer, padded_vocab
 
@@ -132,7 +132,7 @@ def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path)
     assert len({text for _, text in found}) == len(found)
     for name in ('train', 'val'):
         texts = [text for split, text in found if split == name]
-        assert byte_documents(tmp_path / 'python_docs', name) == texts and {*map(sources.split_of, texts)} == {name}
+        assert byte_documents(tmp_path / 'python_docs', name) == texts and {*map(writing.split_of, texts)} == {name}
     n_bytes = {name: split['bytes'] for name, split in Data(tmp_path / 'python_docs').splits.items()}
     assert 1.5e6 < n_bytes['train'] < 4e6 and n_bytes['val'] > 3e4
 

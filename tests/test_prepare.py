@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, assert_sentence, byte_documents, contents, run,
 
 import prepare_fineweb
 from data.shards import Data
-from data.sources import split_of
+from data.writing import split_of
 
 datasets = pytest.importorskip('datasets')
 pytestmark = pytest.mark.slow

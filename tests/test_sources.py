@@ -17,7 +17,7 @@ import data
 from common.files import UserError, warn_once
 from data import sources
 from data.shards import Data
-from data.sources import hash_fraction, split_of
+from data.writing import hash_fraction, split_of
 from reproduce import textbooks
 
 pa = pytest.importorskip('pyarrow')

@@ -7,7 +7,7 @@
    written for the compiler to vectorize. OpenMP threads share panels, heads or rows.
 
        S steps   B rows   C state   F feed-forward   H heads   K x D head memory   L layers   Y = F + H D
-       input product: [ gate C | query HK | first layer: key HK, value HD, beta H, decay H | silu Y | up F ]
+   Layouts of the input product, saved and pairs: the picture in gpn.py.
 */
 #include <stdlib.h>
 #include <tgmath.h>
@@ -142,15 +142,15 @@ INLINE void key_backward(const real *grad, const real *k, real inverse, real *ou
     EACH(i, K) out[i] = k[i] > 0 ? out[i] : 0;
 }
 
-/* eq. 10; carries: 0 if `before` belongs to another document, else 1 */
-INLINE void write(const real *before, real *after, const real *k, const real *v, real decay, real beta, real carries,
+/* eq. 10; carry: 0 if `before` belongs to another document, else 1 */
+INLINE void write(const real *before, real *after, const real *k, const real *v, real decay, real beta, real carry,
                   long K, long D) {
     real error[D];
     EACH(d, D) error[d] = v[d];
     for (long a = 0; a < K; a++)
-        EACH(d, D) error[d] -= carries * k[a] * before[a * D + d];
+        EACH(d, D) error[d] -= carry * k[a] * before[a * D + d];
     for (long a = 0; a < K; a++)
-        EACH(d, D) after[a * D + d] = carries * decay * before[a * D + d] + beta * k[a] * error[d];
+        EACH(d, D) after[a * D + d] = carry * decay * before[a * D + d] + beta * k[a] * error[d];
 }
 
 INLINE void read_backward(real *g, const real *m, const real *q, const real *grad, real *gq, long K, long D) {
@@ -164,17 +164,17 @@ INLINE void read_backward(real *g, const real *m, const real *q, const real *gra
 /* g: gradient of the memory after the write, updated to that before it. Returns beta's gradient;
    *glog is that of log(decay). */
 INLINE real write_backward(real *g, const real *before, const real *k, const real *v, real decay, real beta,
-                           real carries, real *gk, real *gv, real *glog, long K, long D) {
+                           real carry, real *gk, real *gv, real *glog, long K, long D) {
     real error[D], gbeta = 0, held = 0;
     EACH(d, D) error[d] = v[d], gv[d] = 0;
     for (long a = 0; a < K; a++)
-        EACH(d, D) error[d] -= carries * k[a] * before[a * D + d], gv[d] += beta * k[a] * g[a * D + d];
+        EACH(d, D) error[d] -= carry * k[a] * before[a * D + d], gv[d] += beta * k[a] * g[a * D + d];
     for (long a = 0; a < K; a++) {
         real to_key = 0, through = 0, along = 0;
         EACH(d, D) {
-            real m = carries * before[a * D + d], x = g[a * D + d];
+            real m = carry * before[a * D + d], x = g[a * D + d];
             to_key += x * error[d], through += m * gv[d], along += m * x;
-            g[a * D + d] = carries * (decay * x - k[a] * gv[d]);
+            g[a * D + d] = carry * (decay * x - k[a] * gv[d]);
         }
         gk[a] = beta * to_key - through, gbeta += k[a] * to_key, held += along;
     }
@@ -183,7 +183,7 @@ INLINE real write_backward(real *g, const real *before, const real *k, const rea
 }
 
 /* 0 where a document starts, else 1 */
-INLINE real carries_on(const real *carry_mask, long row) { return carry_mask ? carry_mask[row] : 1; }
+INLINE real carry_at(const real *carry_mask, long row) { return carry_mask ? carry_mask[row] : 1; }
 
 /* Offset of the values in a layer's input product, and its width. */
 INLINE long values(const sizes *n) { return n->C + 2 * n->H * n->K; }
@@ -195,7 +195,8 @@ INLINE long width(const sizes *n, long l) {
 
    w: weight and bias of the ground gate; per layer, weight and bias of the input product, weight of
    the output product; decay rates; first key. s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are
-   updated in place, or if n->keep = 1, they have S + 1 entries and step t goes from entry t to t + 1.
+   updated in place, or if n->keep = 1, they have S + 1 entries and step t goes from entry t to t + 1
+   (where a document starts, entry t becomes that of an empty document).
    carry_mask (S, B): 0 where a document starts; active (S, B): 0 where a row is unchanged; may be null.
    saved (S, B, ...) is written: states of the layers; ground gate's product; per layer, the input
    product and what was read. */
@@ -214,7 +215,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
         real *k0 = k + n->keep * t * B * H * K, *k1 = k0 + n->keep * B * H * K;
         real *m0 = memory + n->keep * t * B * H * K * D, *m1 = m0 + n->keep * B * H * K * D;
         SHARED(b, B) {
-            if (!carries_on(carry_mask, t * B + b) && (!active || active[t * B + b])) {
+            if (!carry_at(carry_mask, t * B + b) && (!active || active[t * B + b])) {
                 EACH(i, C) s0[b * C + i] = 0;
                 EACH(i, H * K) k0[b * H * K + i] = first_key[i];
             }
@@ -238,7 +239,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                 real *m = m1 + j * K * D, *read = memory_read + j * D, q[K];
                 if (l == 0 && (!active || active[t * B + b])) {
                     const real decay = exponential(-rate[h] * softplus(zb[H]));  /* eq. 9 */
-                    write(m0 + j * K * D, m, k0 + j * K, zv, decay, sigmoid(*zb), carries_on(carry_mask, t * B + b), K,
+                    write(m0 + j * K * D, m, k0 + j * K, zv, decay, sigmoid(*zb), carry_at(carry_mask, t * B + b), K,
                           D);
                     key(zq + H * K, k1 + j * K, K, n->key_eps);
                 } else if (l == 0) {
@@ -275,7 +276,8 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
    Arguments as for `KernelSteps.backward` in gpn_gpu.py. Weights are transposed; ds, dk, dm are updated in
    place. memories (S, B, H, K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K)
    start as zeros. pairs (S, B, ...) is written: for the ground gate's product, then each layer's input
-   and output product, the gradient of the result and the input vector. */
+   and output product, the gradient of the result and the input vector. d: gradient of a layer's output,
+   dx: of its input. */
 
 void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, const real *carry_mask, const real *s,
                     const real *k, const real *memory, const real *grad, real *ds, real *dk, real *dm,
@@ -285,32 +287,32 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
     real *scratch = malloc(sizeof(real) * B * (2 * C + 2 * width(n, 0) + Y + 2 + S * H * K));
     real *state = scratch, *ground = state + B * C, *cut = ground + B * C, *dy = cut + B * width(n, 0);
-    real *inverse = dy + B * Y, *keys = inverse + B;  /* keys: the key of each step's write */
+    real *inverses = dy + B * Y, *keys = inverses + B;  /* keys: the key of each step's write */
     factor *room = (factor *)(keys + S * B * H * K);
 #pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > MIN_PARALLEL)
     {
         SHARED(j, B * H)
             for (long t = 0; t < S; t++) {
                 const long b = j / H, h = j % H;
-                const real on = carries_on(carry_mask, t * B + b);
+                const real carry = carry_at(carry_mask, t * B + b);
                 const real *z = saved[L + 1] + (t * B + b) * width(n, 0), *zb = z + values(n) + H * D + h;
                 real *used = keys + (t * B * H + j) * K;
-                if (!on) EACH(i, K) used[i] = first_key[h * K + i];
+                if (!carry) EACH(i, K) used[i] = first_key[h * K + i];
                 else if (t == 0) EACH(i, K) used[i] = k[j * K + i];
                 else key(z - B * width(n, 0) + C + (H + h) * K, used, K, n->key_eps);
                 const real *before = t ? memories + (t - 1) * M : memory;
                 const real decay = exponential(-rate[h] * softplus(zb[H]));
                 write(before + j * K * D, memories + t * M + j * K * D, used, z + values(n) + h * D, decay,
-                      sigmoid(*zb), on, K, D);
+                      sigmoid(*zb), carry, K, D);
             }
         for (long t = S - 1; t >= 0; t--) {
             const real *z0 = saved[L] + t * B * C;
             real *dz0 = pairs[0] + t * B * C, *n0 = pairs[1] + t * B * C, *dground = du + t * B * C;
             SHARED(b, B) {
                 const long row = b * C, at = t * B * C + row;
-                const real on = carries_on(carry_mask, t * B + b);
+                const real carry = carry_at(carry_mask, t * B + b);
                 EACH(i, C) {
-                    state[row + i] = on * s[at + i];
+                    state[row + i] = carry * s[at + i];
                     ground[row + i] = u[at + i] + sigmoid(z0[row + i]) * state[row + i];
                     pairs[4 * L][at + i] = ds[row + i] + grad[at + i];
                 }
@@ -327,7 +329,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 SHARED(b, B) {
                     const long silu = b * W + W - F - Y, up = silu + Y;
                     real other[Y], *dother = dy + b * Y;  /* reuses dy */
-                    const real length = l2_normalize(memory_read + b * H * D, other + F, H * D, n->read_eps);
+                    const real inverse = l2_normalize(memory_read + b * H * D, other + F, H * D, n->read_eps);
                     EACH(i, F) other[i] = z[up + i];
                     EACH(i, Y) {
                         const real gate = sigmoid(z[silu + i]), gated = z[silu + i] * gate, g = dother[i];
@@ -336,32 +338,35 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                         dother[i] = g * gated;
                     }
                     EACH(i, F) dz[up + i] = dother[i];
-                    l2_normalize_backward(dother + F, other + F, length, dother + F, H * D);  /* the memory read */
+                    l2_normalize_backward(dother + F, other + F, inverse, dother + F, H * D);  /* the memory read */
                     EACH(i, C) {
                         real gate = sigmoid(z[b * W + i]);
                         dz[b * W + i] = d[b * C + i] * x[b * C + i] * gate * (1 - gate);
                     }
-                    inverse[b] = l2_normalize(x + b * C, normed + b * C, C, n->state_eps);
+                    inverses[b] = l2_normalize(x + b * C, normed + b * C, C, n->state_eps);
                 }
                 SHARED(j, B * H) {
                     const long b = j / H, h = j % H, query = b * W + C + h * K, value = b * W + values(n) + h * D;
                     const long write_gate = b * W + values(n) + H * D + h, decay_gate = write_gate + H;
                     real *g = dm + j * K * D, normalized_key[K], dkey[K];
-                    real length = key(z + query, normalized_key, K, n->key_eps);
+                    real inverse = key(z + query, normalized_key, K, n->key_eps);
                     read_backward(g, memories + t * M + j * K * D, normalized_key, dy + b * Y + F + h * D, dkey, K, D);
-                    key_backward(dkey, normalized_key, length, dz + query, K);
+                    key_backward(dkey, normalized_key, inverse, dz + query, K);
                     if (l == 0) {
-                        const real on = carries_on(carry_mask, t * B + b);
+                        const real carry = carry_at(carry_mask, t * B + b);
                         const real beta = sigmoid(z[write_gate]), soft = softplus(z[decay_gate]);
                         real dlog;
-                        length = key(z + query + H * K, normalized_key, K, n->key_eps);
-                        key_backward(dk + j * K, normalized_key, length, dz + query + H * K, K);
-                        dz[write_gate] = beta * (1 - beta) * write_backward(
-                            g, (t ? memories + (t - 1) * M : memory) + j * K * D, keys + (t * B * H + j) * K, z + value,
-                            exponential(-rate[h] * soft), beta, on, dk + j * K, dz + value, &dlog, K, D);
+                        inverse = key(z + query + H * K, normalized_key, K, n->key_eps);
+                        key_backward(dk + j * K, normalized_key, inverse, dz + query + H * K, K);
+                        /* dk was the gradient of the next key; from here it is that of the key used in this write */
+                        const real decay = exponential(-rate[h] * soft);
+                        const real *before = (t ? memories + (t - 1) * M : memory) + j * K * D;
+                        const real dbeta = write_backward(g, before, keys + (t * B * H + j) * K, z + value, decay, beta,
+                                                          carry, dk + j * K, dz + value, &dlog, K, D);
+                        dz[write_gate] = beta * (1 - beta) * dbeta;
                         dz[decay_gate] = -rate[h] * sigmoid(z[decay_gate]) * dlog;
                         drate[j] -= soft * dlog;
-                        if (!on) EACH(i, K) dfirst[j * K + i] += dk[j * K + i], dk[j * K + i] = 0;
+                        if (!carry) EACH(i, K) dfirst[j * K + i] += dk[j * K + i], dk[j * K + i] = 0;
                     }
                 }
                 if (ends)  /* truncated BPTT: only the key's weights get its gradient */
@@ -371,7 +376,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                     }
                 product(ends ? cut : dz, w[2 + 3 * l], 0, dx, B, W, C, room);
                 SHARED(b, B) {
-                    l2_normalize_backward(dx + b * C, normed + b * C, inverse[b], dx + b * C, C);
+                    l2_normalize_backward(dx + b * C, normed + b * C, inverses[b], dx + b * C, C);
                     EACH(i, C) dx[b * C + i] += d[b * C + i] * sigmoid(z[b * W + i]);
                 }
             }
@@ -383,10 +388,10 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
             product(dz0, w[0], 0, ds, B, C, C, room);  /* ds of this step was read at its start */
             SHARED(b, B) {
                 const long row = b * C;
-                const real on = carries_on(carry_mask, t * B + b);
-                const real length = l2_normalize(state + row, n0 + row, C, n->state_eps);
-                l2_normalize_backward(ds + row, n0 + row, length, ds + row, C);
-                EACH(i, C) ds[row + i] = on * (ds[row + i] + dground[row + i] * sigmoid(z0[row + i]));
+                const real carry = carry_at(carry_mask, t * B + b);
+                const real inverse = l2_normalize(state + row, n0 + row, C, n->state_eps);
+                l2_normalize_backward(ds + row, n0 + row, inverse, ds + row, C);
+                EACH(i, C) ds[row + i] = carry * (ds[row + i] + dground[row + i] * sigmoid(z0[row + i]));
             }
         }
     }

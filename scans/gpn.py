@@ -22,6 +22,15 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
 * Only the gradients of s, k and M are computed step by step. Each weight's gradient is one large
   product per segment (`scan_backward`).
 
+To change an equation, change all of its places. The tests compare each with `Model.loop`.
+
+                     gpn_gpu.py                                   gpn.c
+    gated_add_norm   it, its backward, `gated`, `recompute`       sigmoid(z) in both functions
+    memory_inputs    it, its two kernels, `key_of`                `key`, decay and beta, in both
+    delta_step       it, its two kernels, `read_heads`            `write`, reads, `..._backward`
+    glu              it, its two kernels                          loops over F and H * D
+    a new weight     `memory_inputs`; here `fold`, `columns`      `width`, `values`
+
 Memory in training, for R = T / S segments of S = segment_len steps: states L T B C, products T B W
 with W = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's start, R B H K D.
 The backward adds (S + 1) B H K D for one segment's M and a few times S B W. M of all T steps is
@@ -41,7 +50,7 @@ from scans import gpn_cpu, triton
 from scans.gpn_cpu import CSteps, c_dtype
 from scans.gpn_gpu import Graph, KernelSteps, key_of
 
-PINS = {'1df45c0ba63389b0'}  # digests of what `implements` lists; python -m scans gpn
+PINS = {'7aa4d913c5769cdb'}  # digests of what `implements` lists; python -m scans gpn
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
              eos_id=59, bptt_len=7)  # a model that uses every branch, for tests and `python -m scans`
 
@@ -51,8 +60,9 @@ KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 def implements(model_file):
     """Return the code that this file re-implements, so that edits to it are detected."""
     m = model_file
-    return [m.RMSNorm, m.l2_normalize, m.read, m.Write, m.Layer, m.choose_rows, m.Model.__init__, m.Model.ground,
-            m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop, m.Model.advance]
+    return [m.RMSNorm, m.l2_normalize, m.read, m.Write, m.Model.write_type, m.Layer, m.choose_rows,
+            m.Model.__init__, m.Model.ground, m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop,
+            m.Model.advance]
 
 
 def runs_on(device):
@@ -74,6 +84,14 @@ def _compiles_c(device_type):
 
 
 # ---- weights: norms folded in, one product for everything that reads the same vector ----
+#
+# z       input product of a layer, (B, W). [...]: first layer only. z1: F and HD columns, z2: F
+#           | gate C | query HK [key HK, value HD, beta H, decay H] | z1, z2 |
+#             gate_in  memory_in                                      glu_in
+# folded  ground W, b | per layer: input W, b, output W' | decay rates (H,) | key of a zero state
+# saved   states of the layers (the last apart, as `out`) | ground z | per layer: z, read r
+# pairs   ground (dz, n(s)) | per layer: (dz, n(x)), (dout, y). (a, b): a weight's gradient is a^T b
+
 
 class Sizes(NamedTuple):
     """Sizes that the scan needs from a Config."""
@@ -105,10 +123,7 @@ class Sizes(NamedTuple):
         return key_of(z, (self.n_head, self.d_k), KEY_EPS)
 
     def columns(self, layer):
-        """Return the widths of the three parts of a layer's input product.
-
-        gate C | query HK, first layer: key HK, value HD, beta H, decay H | SiLU inputs F + HD, up F
-        """
+        """Return the widths of gate_in, memory_in and glu_in."""
         writes = self.n_head * (self.d_k + self.d_v + 2) if layer == 0 else 0
         return [self.n_embd, self.n_head * self.d_k + writes, 2 * self.n_ffn + self.n_head * self.d_v]
 
@@ -119,11 +134,7 @@ class Sizes(NamedTuple):
 
 
 def fold(model):
-    """Return a GPN's weights as a flat list, with the norms' weights folded in.
-
-    Ground gate's weight and bias; per layer, weight and bias of the input product (in the order of
-    `Sizes.columns`) and weight of the output product; decay rates (H,); key of a zero state (H, K).
-    """
+    """Return `folded`: a GPN's weights, with the norms' weights folded in."""
     c, write = model.config, model.write
     root = c.n_embd ** 0.5  # RMSNorm is `l2_normalize` times this and its weight
 
@@ -249,13 +260,11 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
             inputs = (u[a:b], None if carry is None else carry[a:b], (s, k, memory), (grad[a:b], ds, dk, dm),
                       [x[a:b] for x in saved], b < T and b % sizes.bptt_len == 0)
             grad_u[a:b], ds, dk, dm, drate, dfirst, pairs = run_segment(w, w.backward, inputs, b - a == usual)
-            add_product(totals[0], *pairs[0])
-            totals[1] += pairs[0][0].sum((0, 1))
-            for i in range(L):
-                (dz, direction), (dx, y) = pairs[1 + 2 * i:3 + 2 * i]
-                add_product(totals[2 + 3 * i], dz, direction)
-                totals[3 + 3 * i] += dz.sum((0, 1))
-                add_product(totals[4 + 3 * i], dx, y)
+            total = iter(totals)
+            for i, (dout, x) in enumerate(pairs):
+                add_product(next(total), dout, x)
+                if i == 0 or i % 2:  # output products have no bias
+                    next(total).add_(dout.sum((0, 1)))
             totals[-2] += drate
             totals[-1] += dfirst if a else dfirst + dk.sum(0)
             if a % sizes.bptt_len == 0:  # the key's gradient still reaches its weights, one step before

@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -56,7 +57,12 @@ def _library(command):
                 with tempfile.TemporaryDirectory(dir=LIBRARY_DIR) as beside:
                     os.replace(shutil.copy(built, beside), LIBRARY_DIR / name)
             return library
-    except (OSError, subprocess.CalledProcessError):
+    except OSError:
+        return None
+    except subprocess.CalledProcessError as error:
+        message = error.stderr.decode(errors='replace')
+        if 'gpn.c:' in message and 'no bf16 units' not in message:  # after an edit, say
+            print(message, file=sys.stderr)
         return None
 
 

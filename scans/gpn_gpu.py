@@ -78,53 +78,53 @@ def glu(z, memory_read, eps, dtype):
 
 
 @jit
-def _glu_kernel(z, memory_read, y, Y, N, z_stride, eps: constexpr, FFN: constexpr, READ: constexpr):
-    """See `glu`. The last N of the Y columns are for the memory read."""
+def _glu_kernel(z, memory_read, y, Y, HD, z_stride, eps: constexpr, FFN: constexpr, READ: constexpr):
+    """See `glu`. Y = F + HD: the last HD columns are for the memory read."""
     row, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, FFN), tl.arange(0, READ)
-    z, y, seen = z + row * z_stride, y + row * Y, i < Y - N
+    z, y, seen = z + row * z_stride, y + row * Y, i < Y - HD
     z1 = _load(z, i, seen)
     tl.store(y + i, z1 * tl.sigmoid(z1) * _load(z, Y + i, seen), mask=seen)
-    read, z1 = _load(memory_read, row * N + j, j < N), _load(z, Y - N + j, j < N)
+    read, z1 = _load(memory_read, row * HD + j, j < HD), _load(z, Y - HD + j, j < HD)
     direction = read / tl.sqrt(tl.sum(read * read, 0) + eps * eps)
-    tl.store(y + Y - N + j, z1 * tl.sigmoid(z1) * direction, mask=j < N)
+    tl.store(y + Y - HD + j, z1 * tl.sigmoid(z1) * direction, mask=j < HD)
 
 
 def launch_glu(z, memory_read, eps, dtype):
     """Compute `glu`. z may be columns of a wider product."""
-    n = memory_read.shape[1]
-    Y = (z.shape[1] + n) // 2
+    HD = memory_read.shape[1]
+    Y = (z.shape[1] + HD) // 2
     y = z.new_empty(len(z), Y, dtype=dtype)
-    _launch(_glu_kernel, (len(z),), 8, z, memory_read, y, Y, n, z.stride(0), eps, _power_of_2(Y - n), _power_of_2(n))
+    _launch(_glu_kernel, (len(z),), 8, z, memory_read, y, Y, HD, z.stride(0), eps, _power_of_2(Y - HD), _power_of_2(HD))
     return y
 
 
 @jit
-def _glu_backward_kernel(z, memory_read, grad, out, y, grad_read, Y, N, z_stride, out_stride, eps: constexpr,
+def _glu_backward_kernel(z, memory_read, grad, out, y, grad_read, Y, HD, z_stride, out_stride, eps: constexpr,
                          FFN: constexpr, READ: constexpr):
     row, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, FFN), tl.arange(0, READ)
-    z, grad, out, y, seen = z + row * z_stride, grad + row * Y, out + row * out_stride, y + row * Y, i < Y - N
+    z, grad, out, y, seen = z + row * z_stride, grad + row * Y, out + row * out_stride, y + row * Y, i < Y - HD
     z1, other, g = _load(z, i, seen), _load(z, Y + i, seen), _load(grad, i, seen)
     sigmoid = tl.sigmoid(z1)
     tl.store(y + i, sigmoid * z1 * other, mask=seen)
     tl.store(out + i, g * other * sigmoid * (1 + z1 * (1 - sigmoid)), mask=seen)
     tl.store(out + Y + i, g * sigmoid * z1, mask=seen)
-    seen = j < N
-    read, z1, g = _load(memory_read, row * N + j, seen), _load(z, Y - N + j, seen), _load(grad, Y - N + j, seen)
+    seen = j < HD
+    read, z1, g = _load(memory_read, row * HD + j, seen), _load(z, Y - HD + j, seen), _load(grad, Y - HD + j, seen)
     inverse, sigmoid = 1 / tl.sqrt(tl.sum(read * read, 0) + eps * eps), tl.sigmoid(z1)
     direction = read * inverse
-    tl.store(y + Y - N + j, sigmoid * z1 * direction, mask=seen)
-    tl.store(out + Y - N + j, g * direction * sigmoid * (1 + z1 * (1 - sigmoid)), mask=seen)
+    tl.store(y + Y - HD + j, sigmoid * z1 * direction, mask=seen)
+    tl.store(out + Y - HD + j, g * direction * sigmoid * (1 + z1 * (1 - sigmoid)), mask=seen)
     g *= sigmoid * z1
-    tl.store(grad_read + row * N + j, (g - direction * tl.sum(g * direction, 0)) * inverse, mask=seen)
+    tl.store(grad_read + row * HD + j, (g - direction * tl.sum(g * direction, 0)) * inverse, mask=seen)
 
 
 def launch_glu_backward(grad, z, memory_read, eps, out, y):
     """Return memory_read's gradient; write z's to out and `glu`'s result to y. grad: (N, Y)."""
-    n = memory_read.shape[1]
-    Y = (z.shape[1] + n) // 2
+    HD = memory_read.shape[1]
+    Y = (z.shape[1] + HD) // 2
     grad_read = torch.empty_like(memory_read, dtype=torch.promote_types(z.dtype, torch.float32))
-    _launch(_glu_backward_kernel, (len(z),), 8, z, memory_read, grad, out, y, grad_read, Y, n, z.stride(0),
-            out.stride(0), eps, _power_of_2(Y - n), _power_of_2(n))
+    _launch(_glu_backward_kernel, (len(z),), 8, z, memory_read, grad, out, y, grad_read, Y, HD, z.stride(0),
+            out.stride(0), eps, _power_of_2(Y - HD), _power_of_2(HD))
     return grad_read
 
 
@@ -261,9 +261,9 @@ DELTA_COLUMNS, DELTA_WARPS = 32, 4
 
 @jit
 def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH, H, D, S: constexpr, K: constexpr,
-                  ROWS: constexpr, N: constexpr):
+                  ROWS: constexpr, TILE: constexpr):
     """Run S steps. memory: (BH, K, D); out: (S, BH, K, D); the others: (S, BH, ...)."""
-    head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * N + tl.arange(0, N)
+    head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
     seen = (row < K)[:, None] & (column < D)[None, :]
     place = row[:, None] * D + column[None, :]
     m = tl.load(memory + head * K * D + place, mask=seen, other=0.0)
@@ -312,13 +312,13 @@ def launch_delta_replay(memory, write, carry=None):
 
 @jit
 def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry, shares, grad_v, scalars, BH, H, D,
-                           K: constexpr, ROWS: constexpr, N: constexpr):
+                           K: constexpr, ROWS: constexpr, TILE: constexpr):
     """Backward of one step: updates grad (BH, K, D), the memory's gradient, and writes the others.
 
     Per tile: shares (tiles, 2, BH, K) of q and k, scalars (tiles, 2, BH) of beta and log(decay).
     """
     head, tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS)
-    column = tile * N + tl.arange(0, N)
+    column = tile * TILE + tl.arange(0, TILE)
     seen = (row < K)[:, None] & (column < D)[None, :]
     place = head * K * D + row[:, None] * D + column[None, :]
     m = tl.load(memory + place, mask=seen, other=0.0)
@@ -459,18 +459,19 @@ class KernelSteps:
         is_cut: truncated BPTT ends here: the next key's gradient goes to the key's weights only
 
         Returns the gradients of u, the first state, key and memory, the decay rates and the zero
-        state's key; and for each weight, a pair of matrices whose product is its gradient.
+        state's key; and for each weight, a pair of matrices whose product is its gradient. d below:
+        of the output of the layer at hand, then of its input.
         """
         (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)
         ground, layers = self.recompute(u, carry, start, saved)
         ground_steps, layer_steps = unbind_steps(ground), [unbind_steps(layer) for layer in layers]
-        dx, du, dks = [[] for _ in range(L)], [], []
+        douts, du, dks = [[] for _ in range(L)], [], []
         carries = [None] * (S + 1) if carry is None else [*carry, None]  # the incoming dk has its carry applied
         for t in reversed(range(S)):
             d = ds + grad[t]
             for i in reversed(range(L)):
                 at, (w_in, _, w_out) = layer_steps[i][t], self.layers[i]
-                dx[i].append(d)
+                douts[i].append(d)
                 torch.mul(d, at.slope, out=at.d_gate_in)  # eq. 7
                 dread = launch_glu_backward(d.to(self.dtype) @ w_out, at.glu_in, at.memory_read, self.read_eps,
                                             at.d_glu_in, at.y)
@@ -497,7 +498,7 @@ class KernelSteps:
             dfirst, dk = (stack(dks) * (1 - carry.unsqueeze(-1))).sum((0, 1)), dk * carry[0].unsqueeze(-1)
         pairs = [(ground['dz'], ground['direction'])]
         for i, layer in enumerate(layers):
-            pairs += [(layer['dz'], layer['direction']), (stack(dx[i]), layer['y'])]
+            pairs += [(layer['dz'], layer['direction']), (stack(douts[i]), layer['y'])]
         return stack(du), ds, dk, dm, drate, dfirst, pairs
 
     def recompute(self, u, carry, start, saved):

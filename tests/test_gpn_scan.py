@@ -53,6 +53,11 @@ def test_the_c_code_is_built_once_per_compiler_and_flags(builds, monkeypatch, tm
     assert n_builds() == 4
 
 
+def test_errors_in_the_c_code_are_shown(builds, monkeypatch, capsys):
+    monkeypatch.setenv('OPTION', '-Dvector=void')
+    assert gpn_cpu.build.__wrapped__(torch.float32) is None and 'gpn.c:' in capsys.readouterr().err
+
+
 def test_without_a_compiler_the_equations_run_and_one_line_is_printed(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv('CC', str(tmp_path / 'absent'))
     monkeypatch.setattr(gpn_cpu, 'build', gpn_cpu.build.__wrapped__)

@@ -15,7 +15,8 @@ from common.machine import Device, pick_device
 from common.runs import load_run
 from data import open_data
 from data.a5 import Task
-from data.tasks import make_task, task_class
+from data.names import task_class
+from data.tasks import make_task
 
 WHO = {'accuracy': '', 'rnn_accuracy': ', p_psi as an RNN'}  # score: suffix of the label
 

@@ -2,7 +2,7 @@
 
     python -m bench.gpu [--out=FOLDER] [--only=STEP,STEP] [--limit=570]
 
-Each step has a time limit, enough for a machine with an H100 and 16 cores. A step that fails, falls
+Each step has a time limit; tests beyond it are not run. A step that fails, falls
 back to slower code or times out does not stop later ones; benchmarks that time out leave their
 first rows. Steps that do not fit into --limit seconds are left for a second call: the last line
 says which failed, and the --only that runs the rest. The output goes to FOLDER/gpu.log (default

@@ -108,7 +108,10 @@ def check_record(record: dict) -> None:
 
 
 def run_data(record: dict, name: str | None, folder=None):
-    """Return the data `name`, or the run's own. UserError if there is none or tokenizers differ."""
+    """Return the data `name`, or the run's own: Data, or Generated for a task.
+
+    UserError if there is none or tokenizers differ.
+    """
     own = record['settings'].get('data')
     if not name and not own:  # an imported run
         raise UserError(f'{folder or "this run"} has no data: give --data=FOLDER')

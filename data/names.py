@@ -1,7 +1,8 @@
-"""Names of built-in data: files in this folder, see __init__.py and tasks.py."""
+"""Which files of this folder are built-in data, and which of those are tasks."""
 import importlib
 from pathlib import Path
 
+# the other files
 NOT_DATA = {'names', 'shards', 'sources', 'tasks', 'tokenizer_files', 'tokenizers', 'train_tokenizer', 'writing'}
 
 

@@ -31,7 +31,7 @@ from data.shards import shuffled
 
 MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
 
-# ---- tasks by name ----
+# ---- a task by name ----
 
 def make_task(name: str):
     """Create the Task for 'task' or 'task:option=value,...'. UserError for invalid options.

@@ -1,4 +1,4 @@
-"""Write data folders: splits, ShardWriter, encoding of long documents, and `write_data`."""
+"""Write data folders: read `write_data` first. Also the split of a document by its hash."""
 import hashlib
 import os
 import re

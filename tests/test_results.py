@@ -353,7 +353,7 @@ def test_speeds_of_training_and_decoding_follow_from_the_files():
     readme.says("`standard` trains {:.2f} times as fast as Hugging Face's Llama in bf16 on an AMD EPYC, and {:.2f} "
                 'times on an Intel Xeon. In fp32, both are equally fast ({:.2f} and {:.2f} times)', *ratios)
     one, many = (measured('generate_gpu.json', terms='float32', batch=batch)['ratio'] for batch in (1, 16))
-    readme.says("On an H100, in an earlier version, it decodes {:.1f} to {:.1f} times as fast as Hugging Face's "
+    readme.says("On an H100, an earlier version decodes {:.1f} to {:.1f} times as fast as Hugging Face's "
                 '`generate` (both in fp32, 32 tokens after 16)', many, one)
     Page('docs/gpu.md').says("in fp32, {:.1f} times Hugging Face's `generate` in fp32 with one sequence, {:.1f} times",
                              one, many)

@@ -2,12 +2,12 @@
    (float; -DDOUBLE: double; -DBF16: float with factors of products rounded to bf16) and calls it with
    ctypes. `KernelSteps` in gpn_gpu.py has the same arithmetic in PyTorch.
 
-   A step is three products of a few rows with large weights, and small loops between them. Products
+   A step is 1 + 2 L products of a few rows with large weights, and small loops between them. Products
    run in register tiles, on weights in panels that a tile reads contiguously. The small loops are
    written for the compiler to vectorize. OpenMP threads share panels, heads or rows.
 
        S steps   B rows   C state   F feed-forward   H heads   K x D head memory   L layers   Y = F + H D
-   Layouts of the input product, saved and pairs: the picture in gpn.py.
+   Layouts of the input product, saved and pairs: the picture in gpn.py. Here saved has all L states.
 */
 #include <stdlib.h>
 #include <tgmath.h>
@@ -48,7 +48,7 @@ enum { PAIR = 1 };
 #endif
 typedef struct { long S, B, C, F, H, K, D, L, threads, keep; real state_eps, read_eps, key_eps; } sizes;
 
-/* EACH: iterations are independent; pointers that alias are only accessed at index i.
+/* EACH: iterations are independent, except for sums; pointers that alias are only accessed at index i.
    SHARED: iterations are split over the threads, with a barrier at the end. */
 #define EACH(i, n) _Pragma("GCC ivdep") for (long i = 0; i < (n); i++)
 #define SHARED(i, n) _Pragma("omp for") for (long i = 0; i < (n); i++)
@@ -196,7 +196,7 @@ INLINE long width(const sizes *n, long l) {
    w: weight and bias of the ground gate; per layer, weight and bias of the input product, weight of
    the output product; decay rates; first key. s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are
    updated in place, or if n->keep = 1, they have S + 1 entries and step t goes from entry t to t + 1
-   (where a document starts, entry t becomes that of an empty document).
+   (where a document starts, s and k of entry t are reset).
    carry_mask (S, B): 0 where a document starts; active (S, B): 0 where a row is unchanged; may be null.
    saved (S, B, ...) is written: states of the layers; ground gate's product; per layer, the input
    product and what was read. */
@@ -252,11 +252,11 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                     EACH(d, D) read[d] += q[a] * m[a * D + d];
             }
             SHARED(b, B) {
-                const real *silu = z + b * W + W - F - Y, *up = silu + Y;
+                const real *z1 = z + b * W + W - F - Y, *z2 = z1 + Y;
                 real *out = y + b * Y;
                 l2_normalize(memory_read + b * H * D, out + F, H * D, n->read_eps);
-                EACH(i, F) out[i] = silu[i] * sigmoid(silu[i]) * up[i];
-                EACH(i, H * D) out[F + i] *= silu[F + i] * sigmoid(silu[F + i]);
+                EACH(i, F) out[i] = z1[i] * sigmoid(z1[i]) * z2[i];
+                EACH(i, H * D) out[F + i] *= z1[F + i] * sigmoid(z1[F + i]);
             }
             product(y, w[4 + 3 * l], 0, next, B, Y, C, room);
             SHARED(b, B) {
@@ -327,17 +327,17 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 real *dx = l ? pairs[4 * l] + t * B * C : dground;
                 product(d, w[4 + 3 * l], 0, dy, B, C, Y, room);
                 SHARED(b, B) {
-                    const long silu = b * W + W - F - Y, up = silu + Y;
+                    const long z1 = b * W + W - F - Y, z2 = z1 + Y;
                     real other[Y], *dother = dy + b * Y;  /* reuses dy */
                     const real inverse = l2_normalize(memory_read + b * H * D, other + F, H * D, n->read_eps);
-                    EACH(i, F) other[i] = z[up + i];
+                    EACH(i, F) other[i] = z[z2 + i];
                     EACH(i, Y) {
-                        const real gate = sigmoid(z[silu + i]), gated = z[silu + i] * gate, g = dother[i];
+                        const real gate = sigmoid(z[z1 + i]), gated = z[z1 + i] * gate, g = dother[i];
                         y[b * Y + i] = gated * other[i];
-                        dz[silu + i] = g * other[i] * gate * (1 + z[silu + i] - gated);
+                        dz[z1 + i] = g * other[i] * gate * (1 + z[z1 + i] - gated);
                         dother[i] = g * gated;
                     }
-                    EACH(i, F) dz[up + i] = dother[i];
+                    EACH(i, F) dz[z2 + i] = dother[i];
                     l2_normalize_backward(dother + F, other + F, inverse, dother + F, H * D);  /* the memory read */
                     EACH(i, C) {
                         real gate = sigmoid(z[b * W + i]);

@@ -22,18 +22,23 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
 * Only the gradients of s, k and M are computed step by step. Each weight's gradient is one large
   product per segment (`scan_backward`).
 
-To change an equation, change all of its places. The tests compare each with `Model.loop`.
+To change an equation, change all of its places, then PINS (python -m scans gpn). The tests compare
+each with `Model.loop`.
 
-                     gpn_gpu.py                                   gpn.c
-    gated_add_norm   it, its backward, `gated`, `recompute`       sigmoid(z) in both functions
-    memory_inputs    it, its two kernels, `key_of`                `key`, decay and beta, in both
-    delta_step       it, its two kernels, `read_heads`            `write`, reads, `..._backward`
-    glu              it, its two kernels                          loops over F and H * D
-    a new weight     `memory_inputs`; here `fold`, `columns`      `width`, `values`
+                    gpn_gpu.py                                gpn.c, forward and backward
+    gated_add_norm  it, its backward, `gated`, `recompute`,   sigmoid(z0[..]), sigmoid(z[b..]),
+                    `KernelSteps.backward`                    `l2_normalize` of C
+    memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, beta, decay
+                    `_softplus`, `key_of`, active in `step`
+    delta_step      it, its two kernels; above layer one,     `write`, `write_backward`, loop of
+                    `read_heads`, `read_backward`             reads, `read_backward`
+    glu             it, its two kernels                       loops over F, H * D and Y
+    columns of z    as memory_inputs, and `recompute`; here   `width`, `values`, offsets of keys
+                    `fold`, `columns`; keys' columns in both backwards
 
-Memory in training, for R = T / S segments of S = segment_len steps: states L T B C, products T B W
-with W = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's start, R B H K D.
-The backward adds (S + 1) B H K D for one segment's M and a few times S B W. M of all T steps is
+Memory in training, for R = T / S segments of S = segment_len steps: states L T B C, products T B P
+with P = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's start, R B H K D.
+The backward adds (S + 1) B H K D for one segment's M and a few times S B P. M of all T steps is
 never stored. Letters as in model_gpn.py.
 """
 import functools
@@ -52,7 +57,7 @@ from scans.gpn_gpu import Graph, KernelSteps, key_of
 
 PINS = {'7aa4d913c5769cdb'}  # digests of what `implements` lists; python -m scans gpn
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
-             eos_id=59, bptt_len=7)  # a model that uses every branch, for tests and `python -m scans`
+             eos_id=59, bptt_len=7)  # a model with most branches, for tests and `python -m scans`
 
 KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 
@@ -85,7 +90,7 @@ def _compiles_c(device_type):
 
 # ---- weights: norms folded in, one product for everything that reads the same vector ----
 #
-# z       input product of a layer, (B, W). [...]: first layer only. z1: F and HD columns, z2: F
+# z       input product of a layer, (S, B, W). [...]: first layer only. z1: F and HD columns, z2: F
 #           | gate C | query HK [key HK, value HD, beta H, decay H] | z1, z2 |
 #             gate_in  memory_in                                      glu_in
 # folded  ground W, b | per layer: input W, b, output W' | decay rates (H,) | key of a zero state
@@ -202,7 +207,7 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
     """Return the predicted states (T, B, C) and, if record, what the backward needs.
 
     u: (T, B, C); carry: (T, B, 1) or None. Recorded: the memory at the start of each segment, the
-    states between layers, and the products in dtype.
+    states between layers, and the products (in dtype; in C, in u's).
     """
     T, sizes = len(u), Sizes(*sizes)
     L, usual = sizes.n_layer, min(T, sizes.segment_len, sizes.bptt_len)

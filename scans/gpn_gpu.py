@@ -4,9 +4,10 @@ A plain PyTorch function is several kernels. torch.compile makes one of `gated_a
 `memory_inputs` and `delta_step` are each followed by the Triton kernel that equals it, run by
 `launch_NAME`. `launch_NAME_backward` is its gradient, which the tests take by autograd.
 
-A kernel's program computes a row, or a head of a row, in fp32, or in float64 for float64 inputs.
-Products z may be narrower. carry: (N, 1), 0 in rows where a document starts, else 1; None: all
-ones. N is a number of rows. H = 0 heads give empty tensors. Other letters as in model_gpn.py.
+A kernel's program computes a row, a head of a row or some columns of a head, in fp32, or in float64
+for float64 inputs. Products z may be narrower. carry: (N, 1), 0 in rows where a document starts,
+else 1; None: all ones. N is a number of rows. H = 0 heads give empty tensors. Other letters as in
+model_gpn.py.
 """
 from types import SimpleNamespace
 
@@ -262,7 +263,7 @@ DELTA_COLUMNS, DELTA_WARPS = 32, 4
 @jit
 def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH, H, D, S: constexpr, K: constexpr,
                   ROWS: constexpr, TILE: constexpr):
-    """Run S steps. memory: (BH, K, D); out: (S, BH, K, D); the others: (S, BH, ...)."""
+    """Run S steps. memory: (BH, K, D); out: (S, BH, K, D); carry: (S, B); others (S, BH, ...)."""
     head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
     seen = (row < K)[:, None] & (column < D)[None, :]
     place = row[:, None] * D + column[None, :]
@@ -460,7 +461,7 @@ class KernelSteps:
 
         Returns the gradients of u, the first state, key and memory, the decay rates and the zero
         state's key; and for each weight, a pair of matrices whose product is its gradient. d below:
-        of the output of the layer at hand, then of its input.
+        gradient of the layer's output, then of its input.
         """
         (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)
         ground, layers = self.recompute(u, carry, start, saved)
@@ -477,6 +478,7 @@ class KernelSteps:
                                             at.d_glu_in, at.y)
                 dz = at.dz
                 if i == 0:
+                    # from the gradient of the key that this step makes to that of the key it uses
                     dk = self.write_backward(at, dread, dk, dm, carries[t], carries[t + 1])
                     dks.append(dk)
                     if is_cut and t == S - 1:  # no gradient through the columns of the next key

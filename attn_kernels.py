@@ -292,9 +292,9 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
 def _flex_attention(q, k, v, block_mask, score_mod):
     from torch.nn.attention.flex_attention import flex_attention
     run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-    if q.shape[2] < FLEX_BLOCK:  # PyTorch's kernel for short queries: in 2.11 it ignores a slice's offset (issue
-        q, (k, v) = q.contiguous(), _repeat_heads(q, k, v)  # 175325), and it wants a power of two as group size
-    return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+    # not the kernel for fewer than 128 queries: wrong strides in PyTorch 2.11 (issue 175325)
+    return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
+               kernel_options={'BACKEND': 'TRITON'})
 
 
 compiled = functools.cache(torch.compile)  # when it is first called, because it imports the compiler

@@ -29,7 +29,7 @@ each with `Model.loop`.
     gated_add_norm  it, its backward, `gated`, `recompute`,   sigmoid(z0[..]), sigmoid(z[b..]),
                     `KernelSteps.backward`                    `l2_normalize` of C
     memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, beta, decay
-                    `_softplus`, `key_of`, active in `step`
+                    `_softplus`, `key_of`, active in `step`, `load`
     delta_step      it, its two kernels; above layer one,     `write`, `write_backward`, loop of
                     `read_heads`, `read_backward`             reads, `read_backward`
     glu             it, its two kernels                       loops over F, H * D and Y

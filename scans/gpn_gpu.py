@@ -136,18 +136,18 @@ def key_of(z, heads, eps):
     return l2_normalize(F.relu(z.unflatten(-1, heads)), eps)[0]
 
 
-def memory_inputs(z, rate, sizes):
+def memory_inputs(z, rates, sizes):
     """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), decay, beta (N, H).
 
-    z has columns query HK, key HK, value HD, beta H, decay H; sizes: H, K, D, eps of keys. If rate
-    (H,) is None, z has only the query, and so has the result.
+    z has columns query HK, key HK, value HD, beta H, decay H; rates (2, H): exp(A) and dt_bias;
+    sizes: H, K, D, eps of keys. If rates is None, z has only the query, and so has the result.
     """
     H, K, D, eps = sizes
-    if rate is None:
+    if rates is None:
         return [key_of(at_least_fp32(z), (H, K), eps)]
     q, k, v, beta, decay = at_least_fp32(z).split([H * K, H * K, H * D, H, H], 1)
     q, k = key_of(q, (H, K), eps), key_of(k, (H, K), eps)
-    return [q, k, v.unflatten(1, (H, D)), torch.exp(-rate * F.softplus(decay)), torch.sigmoid(beta)]
+    return [q, k, v.unflatten(1, (H, D)), torch.exp(-rates[0] * F.softplus(decay + rates[1])), torch.sigmoid(beta)]
 
 
 @jit
@@ -168,44 +168,45 @@ def _normalized_key(z, i, seen, eps: constexpr):
 
 
 @jit
-def _memory_inputs_kernel(z, rate, q, k, v, decay, beta, H, z_stride, eps: constexpr, K: constexpr, D: constexpr,
+def _memory_inputs_kernel(z, rates, q, k, v, decay, beta, H, z_stride, eps: constexpr, K: constexpr, D: constexpr,
                           ROWS: constexpr, COLUMNS: constexpr):
     row, head, i, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     z, place = z + row * z_stride, row * H + head
     key, _, _ = _normalized_key(z + head * K, i, i < K, eps)
     tl.store(q + place * K + i, key, mask=i < K)
-    if rate is not None:
+    if rates is not None:
         key, _, _ = _normalized_key(z + (H + head) * K, i, i < K, eps)
         tl.store(k + place * K + i, key, mask=i < K)
         z += 2 * H * K
         tl.store(v + place * D + j, _load(z + head * D, j, j < D), mask=j < D)
         z += H * D + head
         tl.store(beta + place, tl.sigmoid(_wide(tl.load(z))))
-        tl.store(decay + place, tl.exp(-tl.load(rate + head) * _softplus(_wide(tl.load(z + H)))))
+        a = _wide(tl.load(z + H)) + tl.load(rates + H + head)
+        tl.store(decay + place, tl.exp(-tl.load(rates + head) * _softplus(a)))
 
 
-def launch_memory_inputs(z, rate, sizes):
+def launch_memory_inputs(z, rates, sizes):
     """Compute `memory_inputs`. z may be columns of a wider product."""
     H, K, D, eps = sizes
-    shapes = [(H, K), (H, K), (H, D), (H,), (H,)] if rate is not None else [(H, K)]
+    shapes = [(H, K), (H, K), (H, D), (H,), (H,)] if rates is not None else [(H, K)]
     fp32 = torch.promote_types(z.dtype, torch.float32)
     outputs = [z.new_empty(len(z), *shape, dtype=fp32) for shape in shapes]
     unused = [None] * (5 - len(outputs))
-    _launch(_memory_inputs_kernel, (len(z), H), 1, z, rate, *outputs, *unused, H, z.stride(0), eps, K, D,
+    _launch(_memory_inputs_kernel, (len(z), H), 1, z, rates, *outputs, *unused, H, z.stride(0), eps, K, D,
             _power_of_2(K), _power_of_2(D))
     return outputs
 
 
 @jit
-def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, grad_log, next_carry, out, grad_rate, H,
-                                   z_stride, out_stride, eps: constexpr, K: constexpr, D: constexpr, ROWS: constexpr,
+def _memory_inputs_backward_kernel(z, rates, grad_q, grad_k, grad_v, grad_beta, grad_log, next_carry, out, grad_rate,
+                                   H, z_stride, out_stride, eps: constexpr, K: constexpr, D: constexpr, ROWS: constexpr,
                                    COLUMNS: constexpr):
     row, head, i, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     z, out, place, seen = z + row * z_stride, out + row * out_stride, row * H + head, i < K
     key, passed, inverse = _normalized_key(z + head * K, i, seen, eps)
     g = _load(grad_q, place * K + i, seen)
     tl.store(out + head * K + i, tl.where(passed, (g - key * tl.sum(g * key, 0)) * inverse, 0), mask=seen)
-    if rate is not None:
+    if rates is not None:
         key, passed, inverse = _normalized_key(z + (H + head) * K, i, seen, eps)
         g = _load(grad_k, place * K + i, seen)
         if next_carry is not None:
@@ -215,21 +216,21 @@ def _memory_inputs_backward_kernel(z, rate, grad_q, grad_k, grad_v, grad_beta, g
         beta_column = 2 * H * K + H * D + head
         decay_column = beta_column + H
         beta, log = tl.sigmoid(_wide(tl.load(z + beta_column))), tl.load(grad_log + place)
-        a = _wide(tl.load(z + decay_column))
+        a = _wide(tl.load(z + decay_column)) + tl.load(rates + H + head)
         tl.store(out + beta_column, tl.load(grad_beta + place) * beta * (1 - beta))
-        tl.store(out + decay_column, -log * tl.load(rate + head) * tl.sigmoid(a))
+        tl.store(out + decay_column, -log * tl.load(rates + head) * tl.sigmoid(a))
         tl.store(grad_rate + place, -log * _softplus(a))
 
 
-def launch_memory_inputs_backward(z, rate, sizes, out, grads, grad_rate=None, next_carry=None):
-    """Write z's gradient to out and, if rate is given, each row's rate gradient to grad_rate.
+def launch_memory_inputs_backward(z, rates, sizes, out, grads, grad_rate=None, next_carry=None):
+    """Write z's gradient to out and, if rates is given, each row's gradient of exp(A) to grad_rate.
 
-    grads: of q, k, v, beta and log(decay) from `memory_inputs`; without rate, of q only. The
+    grads: of q, k, v, beta and log(decay) from `memory_inputs`; without rates, of q only. The
     gradient of k is multiplied by next_carry.
     """
     H, K, D, eps = sizes
     unused = [None] * (5 - len(grads))
-    _launch(_memory_inputs_backward_kernel, (len(z), H), 1, z, rate, *grads, *unused, next_carry, out, grad_rate, H,
+    _launch(_memory_inputs_backward_kernel, (len(z), H), 1, z, rates, *grads, *unused, next_carry, out, grad_rate, H,
             z.stride(0), out.stride(0), eps, K, D, _power_of_2(K), _power_of_2(D))
 
 
@@ -383,9 +384,9 @@ class KernelSteps:
         self.heads = sizes.n_head, sizes.d_k, sizes.d_v, key_eps  # as `memory_inputs` takes them
         with torch.inference_mode(False):
             self.tensors = [torch.empty_like(x, dtype=dtype if i < n else fp32) for i, x in enumerate(folded)]
+            self.rates = self.tensors[-1].new_empty(2, sizes.n_head)  # exp(A) and dt_bias of eq. 9
         self.ground, self.layers = self.tensors[:2], [self.tensors[i:i + 3] for i in range(2, n, 3)]
-        self.rate, self.first_key = self.tensors[n:]
-        is_gpu = self.rate.is_cuda
+        self.first_key, is_gpu = self.tensors[-1], self.rates.is_cuda
         self.gated_add_norm = compiled(gated_add_norm) if is_gpu else gated_add_norm
         self.gated_add_norm_backward = compiled(gated_add_norm_backward) if is_gpu else gated_add_norm_backward
         self.load(folded)
@@ -394,6 +395,10 @@ class KernelSteps:
     def load(self, folded):
         for own, x in zip(self.tensors, folded):
             own.copy_(x)
+        end = sum(self.sizes.columns(0)[:2])
+        decay = slice(end - self.sizes.n_head, end)
+        self.layers[0][1][decay] = 0  # dt_bias is added in fp32, as in `Write.log_decay`
+        self.rates.copy_(torch.stack([folded[-2], folded[3][decay]]))
         return self
 
     def step(self, s, direction, k, memory, memory_after, u, carry=None, active=None):
@@ -410,7 +415,7 @@ class KernelSteps:
             z = F.linear(direction, w_in, b_in)
             gate_in, memory_in, glu_in = z.split(self.sizes.columns(i), -1)
             if i == 0:
-                q, next_k, v, decay, beta = launch_memory_inputs(memory_in, self.rate, self.heads)  # eq. 8, 9
+                q, next_k, v, decay, beta = launch_memory_inputs(memory_in, self.rates, self.heads)  # eq. 8, 9
                 if active is not None:
                     decay, beta = torch.where(active, decay, 1.0), beta * active
                 write = k, v, decay, beta
@@ -517,7 +522,7 @@ class KernelSteps:
             layer = self.gated(x, z)
             layer |= dict(zip(('gate_in', 'memory_in', 'glu_in'), z.split(widths, -1)))
             layer |= dict(zip(('d_gate_in', 'd_memory_in', 'd_glu_in'), layer['dz'].split(widths, -1)))
-            found = launch_memory_inputs(layer['memory_in'].flatten(0, 1), None if i else self.rate, self.heads)
+            found = launch_memory_inputs(layer['memory_in'].flatten(0, 1), None if i else self.rates, self.heads)
             q, *write = (x.unflatten(0, (S, B)) for x in found)
             if i == 0:
                 next_k, v, decay, beta = write
@@ -544,7 +549,7 @@ class KernelSteps:
         """
         write, dread = (at.k, at.v, at.decay, at.beta), dread.view_as(at.v)
         dq, dk_used, *others = launch_delta_step_backward(dm, at.memory, write, at.q, dread, carry)
-        launch_memory_inputs_backward(at.memory_in, self.rate, self.heads, at.d_memory_in, (dq, dk, *others), at.drate,
+        launch_memory_inputs_backward(at.memory_in, self.rates, self.heads, at.d_memory_in, (dq, dk, *others), at.drate,
                                       next_carry)
         return dk_used
 

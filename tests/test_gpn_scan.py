@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import saved_bytes
 from test_gpn import SMALL, assert_near, loss_and_gradients, make, needs_triton, plain_states, scale_keys
 from test_models import decode_in_pieces
@@ -160,18 +161,19 @@ def test_glu_kernels_equal_the_plain_function(n_read, kernels_device):
 def test_memory_input_kernels_equal_the_plain_function(writes, kernels_device):
     N, H, K, D = 5, 3, 7, 10
     z = random(N, H * (2 * K + D + 2) if writes else H * K, device=kernels_device)
-    rate = random(H, device=kernels_device).detach().abs() if writes else None
-    rates = None if rate is None else rate.repeat(N, 1).requires_grad_()
+    rates = random(2, H, device=kernels_device).detach().abs().contiguous() if writes else None
+    rate = rates[0].repeat(N, 1).requires_grad_() if writes else None
+    of_rows = [rate, rates[1]] if writes else None
     sizes, carry = (H, K, D, 0.1), (torch.arange(N, device=kernels_device) % 2).double().unsqueeze(1)
-    want = gpn_gpu.memory_inputs(z, rates, sizes)
-    assert_equal(gpn_gpu.launch_memory_inputs(z, rate, sizes), want)
+    want = gpn_gpu.memory_inputs(z, of_rows, sizes)
+    assert_equal(gpn_gpu.launch_memory_inputs(z, rates, sizes), want)
     grads, dz, drate = [*map(torch.randn_like, want)], torch.zeros_like(z), None
     results = want[:1]
     if writes:
         q, k, v, decay, beta = want
-        results, drate = [q, k * carry.unsqueeze(-1), v, beta, decay.log()], torch.zeros_like(rates)
-    gpn_gpu.launch_memory_inputs_backward(z, rate, sizes, dz, grads, drate, carry)
-    assert_equal([dz, drate][:1 + writes], torch.autograd.grad(results, [z, rates][:1 + writes], grads))
+        results, drate = [q, k * carry.unsqueeze(-1), v, beta, decay.log()], torch.zeros_like(rate)
+    gpn_gpu.launch_memory_inputs_backward(z, rates, sizes, dz, grads, drate, carry)
+    assert_equal([dz, drate][:1 + writes], torch.autograd.grad(results, [z, rate][:1 + writes], grads))
 
 
 @in_kernels
@@ -247,6 +249,20 @@ def test_bf16_errors_in_triton_are_like_those_of_the_equations(kernels_device):
     model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
     set_small_weights(model)
     assert_bf16_errors_are_like_those_of_the_equations(model, idx, times=3)
+
+
+@in_kernels
+def test_the_bias_of_the_decay_is_not_rounded_to_bf16(kernels_device):
+    model, _ = small_windows(torch.float32, kernels_device)
+    write, c = model.write, model.config
+    torch.nn.init.zeros_(write.decay.weight)
+    torch.nn.init.constant_(write.dt_bias, -6.9)  # a slow head's
+    sizes = scan.Sizes.from_config(c)
+    steps = gpn_gpu.KernelSteps(scan.fold(model), sizes, c.norm_eps, torch.bfloat16)
+    z = F.linear(torch.randn(3, c.n_embd, device=kernels_device).bfloat16(), *steps.layers[0][:2])
+    decay = gpn_gpu.launch_memory_inputs(z.split(sizes.columns(0), -1)[1], steps.rates, steps.heads)[3]
+    want = write.log_decay(torch.zeros(3, c.n_embd, device=kernels_device))
+    torch.testing.assert_close(decay.log(), want, rtol=1e-3, atol=1e-6)
 
 
 @in_kernels

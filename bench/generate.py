@@ -18,6 +18,7 @@ from common.families import to_family
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
 PROMPT, NEW = 16, 512 if GPU else 32  # tokens; on a GPU many, to outweigh capturing the graph
+ROUNDS = 3 if GPU else 7
 
 
 def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Callable]:
@@ -40,7 +41,7 @@ def make_sides(shape: dict, dtype, batch_size: int, n_new: int) -> dict[str, Cal
 
 
 def figures(toy: bool) -> Iterator[dict]:
-    shape, batch_sizes, n_new, rounds = (TOY_SHAPE, (2,), 4, 1) if toy else (SHAPE, (1, 16), NEW, 7)
+    shape, batch_sizes, n_new, rounds = (TOY_SHAPE, (2,), 4, 1) if toy else (SHAPE, (1, 16), NEW, ROUNDS)
     for batch_size in batch_sizes:
         sides = {(side, str(dtype)[6:]): function for dtype in (torch.float32, torch.bfloat16)
                  for side, function in make_sides(shape, dtype, batch_size, n_new).items()

@@ -37,13 +37,13 @@ STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes
     'kernels': (130, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
                       '-k', 'not cpu and not compile']),
     'inference': (70, ['-m', 'bench.inference', '--scales=xs,s', '--new=512']),  # all five scales take longer
-    'generate': (40, ['-m', 'bench.generate']),
+    'generate': (70, ['-m', 'bench.generate']),
     'context_ready': (40, ['-m', 'bench.context_ready']),
     'drafting': (80, ['train.py', 'config/nextlat_small.py', '--out_dir=out/gpu_nextlat', *TRAINING]),
     'speculative': (40, ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
                           '--new_tokens=128']),
     'train_step': (50, ['-m', 'bench.train_step']),
-    'tests': (90, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
+    'tests': (70, [*TESTS, 'tests', '-k', 'cuda and not compiled']),
 }
 FELL_BACK = re.compile(r'run step by step|recomputes the text|hit config\.\w+_limit|falling back')
 

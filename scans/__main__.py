@@ -3,16 +3,20 @@
     python -m scans gpn                after an edit of model_gpn.py that should not change results
     python -m scans gpn --model=mine   for a copy of it, model_mine.py, or the path of one
 
-Compares the loss, all gradients and the logits of cached decoding of a small model, in float64.
+Compares the loss, all gradients and the logits of cached decoding of a small model, in float64. If
+the fast form also has Triton kernels, which the same pin enables, Triton's interpreter runs them.
 """
 import argparse
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from attn_kernels import digest
+from scans import KERNELS_ON_CPU, triton
 
 NAMES = sorted(path.stem for path in Path(__file__).parent.glob('[a-z]*.py') if 'PINS = {' in path.read_text())
 
@@ -25,16 +29,26 @@ def compare(file, fast) -> float:
         model = file.Model(file.Config(**fast.SMALL, scan=scan)).double()
         for p in model.parameters():
             torch.nn.init.normal_(p, std=0.2 if p.dim() == 2 else 0.7)
-        idx = torch.randint(0, 60, (2, 23)).masked_fill(torch.rand(2, 23) < 0.15, fast.SMALL['eos_id'])
+        idx = torch.randint(0, 60, (2, 12)).masked_fill(torch.rand(2, 12) < 0.15, fast.SMALL['eos_id'])
         loss = model(idx, idx.roll(-1, 1))['loss']
         with torch.no_grad():
             cache = model.new_cache(*idx.shape, max_call=3)
-            decoded = [model.extend(part, cache, all_positions=True)[..., :60] for part in idx.split([9, 1, 3, 10], 1)]
+            decoded = [model.extend(part, cache, all_positions=True)[..., :60] for part in idx.split([5, 1, 2, 4], 1)]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters())), torch.cat(decoded, 1)])
     return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-300)).item() for a, b in zip(*results))
 
 
+def compare_kernels(argv) -> None:
+    """Run this program again with the kernels. Exits if they differ from the equations."""
+    if triton is None:
+        return print('The Triton kernels were not compared, because there is no Triton here.')
+    environment = os.environ | {'TRITON_INTERPRET': '1', 'PYTHONPATH': os.pathsep.join(sys.path)}
+    if subprocess.run([sys.executable, '-m', 'scans', *argv], env=environment).returncode:
+        sys.exit('scans: the Triton kernels were not changed in the same way, and the pin would enable them')
+
+
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('name', choices=NAMES, help='the fast form, a file of this folder')
     parser.add_argument('--model', help='name or path of the file with the equations; default: the same name')
@@ -50,8 +64,13 @@ def main(argv=None):
     if not difference < 1e-9:
         sys.exit(f'scans: {fast.__name__} and {file.__name__} differ by {difference:.1e} (relative, float64): the '
                  'equations stay step by step')
-    print(f'{fast.__name__} and {file.__name__} agree within {difference:.1e} (relative, float64). To use the fast '
-          f'form, add this to PINS in scans/{s.name}.py:\n\n    {digest(*fast.implements(file))!r}')
+    print(f'{fast.__name__} and {file.__name__} agree within {difference:.1e} (relative, float64)'
+          + (', in Triton' if KERNELS_ON_CPU else ''), flush=True)
+    if KERNELS_ON_CPU:
+        return
+    if getattr(fast, 'HAS_KERNELS', False):
+        compare_kernels(argv)
+    print(f'To use the fast form, add this to PINS in scans/{s.name}.py:\n\n    {digest(*fast.implements(file))!r}')
 
 
 if __name__ == '__main__':

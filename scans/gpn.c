@@ -1,6 +1,7 @@
 /* GPN's steps over a segment and their gradient, on a CPU: `CSteps` in gpn_cpu.py, which compiles this file
    (float; -DDOUBLE: double; -DBF16: float with factors of products rounded to bf16) and calls it with
-   ctypes. `KernelSteps` in gpn_gpu.py has the same arithmetic in PyTorch.
+   ctypes. `KernelSteps` in gpn_gpu.py is the same in PyTorch and Triton, except that dt_bias, here in the
+   input product's bias, is added later there.
 
    A step is 1 + 2 L products of a few rows with large weights, and small loops between them. Products
    run in register tiles, on weights in panels that a tile reads contiguously. The small loops are
@@ -46,6 +47,7 @@ enum { PAIR = 2 };
 typedef real factor;
 enum { PAIR = 1 };
 #endif
+/* fields in gpn_cpu.py; C to L in the order of `Sizes` in gpn.py */
 typedef struct { long S, B, C, F, H, K, D, L, threads, keep; real state_eps, read_eps, key_eps; } sizes;
 
 /* EACH: iterations are independent, except for sums; pointers that alias are only accessed at index i.
@@ -117,6 +119,9 @@ INLINE real exponential(real x) {
 INLINE real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
 INLINE real softplus(real x) { return x > 20 ? x : log1p(exp(x)); }
 
+/* eq. 9; a: the decay's column of z. Gradients of log(decay): -rate sigmoid(a) to a, -softplus(a) to rate. */
+INLINE real decay_of(real rate, real a) { return exponential(-rate * softplus(a)); }
+
 /* y = x / sqrt(|x|^2 + eps^2). Returns 1 / sqrt(|x|^2 + eps^2). */
 INLINE real l2_normalize(const real *x, real *y, long n, real eps) {
     real sum = eps * eps;
@@ -153,6 +158,14 @@ INLINE void write(const real *before, real *after, const real *k, const real *v,
         EACH(d, D) after[a * D + d] = carry * decay * before[a * D + d] + beta * k[a] * error[d];
 }
 
+/* read = M^T q, eq. 11 */
+INLINE void read_memory(const real *m, const real *q, real *read, long K, long D) {
+    EACH(d, D) read[d] = 0;
+    for (long a = 0; a < K; a++)
+        EACH(d, D) read[d] += q[a] * m[a * D + d];
+}
+
+/* g: gradient of the memory, to which the read's share is added */
 INLINE void read_backward(real *g, const real *m, const real *q, const real *grad, real *gq, long K, long D) {
     for (long a = 0; a < K; a++) {
         real sum = 0;
@@ -185,7 +198,7 @@ INLINE real write_backward(real *g, const real *before, const real *k, const rea
 /* 0 where a document starts, else 1 */
 INLINE real carry_at(const real *carry_mask, long row) { return carry_mask ? carry_mask[row] : 1; }
 
-/* Offset of the values in a layer's input product, and its width. */
+/* Offset of the values in the first layer's input product; width of layer l's input product. */
 INLINE long values(const sizes *n) { return n->C + 2 * n->H * n->K; }
 INLINE long width(const sizes *n, long l) {
     return n->C + 2 * n->F + n->H * (n->K + n->D) + (l ? 0 : n->H * (n->K + n->D + 2));
@@ -238,25 +251,22 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                 const real *zb = z + b * W + values(n) + H * D + h;  /* beta's column; decay's is H further */
                 real *m = m1 + j * K * D, *read = memory_read + j * D, q[K];
                 if (l == 0 && (!active || active[t * B + b])) {
-                    const real decay = exponential(-rate[h] * softplus(zb[H]));  /* eq. 9 */
-                    write(m0 + j * K * D, m, k0 + j * K, zv, decay, sigmoid(*zb), carry_at(carry_mask, t * B + b), K,
-                          D);
+                    const real beta = sigmoid(zb[0]), decay = decay_of(rate[h], zb[H]);  /* eq. 9 */
+                    write(m0 + j * K * D, m, k0 + j * K, zv, decay, beta, carry_at(carry_mask, t * B + b), K, D);
                     key(zq + H * K, k1 + j * K, K, n->key_eps);
                 } else if (l == 0) {
                     EACH(i, K * D) m[i] = m0[j * K * D + i];
                     EACH(i, K) k1[j * K + i] = k0[j * K + i];
                 }
                 key(zq, q, K, n->key_eps);
-                EACH(d, D) read[d] = 0;
-                for (long a = 0; a < K; a++)
-                    EACH(d, D) read[d] += q[a] * m[a * D + d];
+                read_memory(m, q, read, K, D);
             }
             SHARED(b, B) {
                 const real *z1 = z + b * W + W - F - Y, *z2 = z1 + Y;
                 real *out = y + b * Y;
                 l2_normalize(memory_read + b * H * D, out + F, H * D, n->read_eps);
-                EACH(i, F) out[i] = z1[i] * sigmoid(z1[i]) * z2[i];
-                EACH(i, H * D) out[F + i] *= z1[F + i] * sigmoid(z1[F + i]);
+                EACH(i, F) out[i] = z1[i] * sigmoid(z1[i]) * z2[i];  /* eq. 5 */
+                EACH(i, H * D) out[F + i] *= z1[F + i] * sigmoid(z1[F + i]);  /* eq. 11 */
             }
             product(y, w[4 + 3 * l], 0, next, B, Y, C, room);
             SHARED(b, B) {
@@ -301,9 +311,9 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 else if (t == 0) EACH(i, K) used[i] = k[j * K + i];
                 else key(z - B * width(n, 0) + C + (H + h) * K, used, K, n->key_eps);
                 const real *before = t ? memories + (t - 1) * M : memory;
-                const real decay = exponential(-rate[h] * softplus(zb[H]));
-                write(before + j * K * D, memories + t * M + j * K * D, used, z + values(n) + h * D, decay,
-                      sigmoid(*zb), carry, K, D);
+                const real beta = sigmoid(zb[0]), decay = decay_of(rate[h], zb[H]);
+                write(before + j * K * D, memories + t * M + j * K * D, used, z + values(n) + h * D, decay, beta, carry,
+                      K, D);
             }
         for (long t = S - 1; t >= 0; t--) {
             const real *z0 = saved[L] + t * B * C;
@@ -314,7 +324,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 EACH(i, C) {
                     state[row + i] = carry * s[at + i];
                     ground[row + i] = u[at + i] + sigmoid(z0[row + i]) * state[row + i];
-                    pairs[4 * L][at + i] = ds[row + i] + grad[at + i];
+                    pairs[4 * L][at + i] = ds[row + i] + grad[at + i];  /* of the last layer's output: 4 + 4 l */
                 }
             }
             for (long l = L - 1; l >= 0; l--) {
@@ -354,18 +364,17 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                     key_backward(dkey, normalized_key, inverse, dz + query, K);
                     if (l == 0) {
                         const real carry = carry_at(carry_mask, t * B + b);
-                        const real beta = sigmoid(z[write_gate]), soft = softplus(z[decay_gate]);
+                        const real beta = sigmoid(z[write_gate]), a = z[decay_gate], decay = decay_of(rate[h], a);
                         real dlog;
                         inverse = key(z + query + H * K, normalized_key, K, n->key_eps);
                         key_backward(dk + j * K, normalized_key, inverse, dz + query + H * K, K);
                         /* dk was the gradient of the next key; from here it is that of the key used in this write */
-                        const real decay = exponential(-rate[h] * soft);
                         const real *before = (t ? memories + (t - 1) * M : memory) + j * K * D;
                         const real dbeta = write_backward(g, before, keys + (t * B * H + j) * K, z + value, decay, beta,
                                                           carry, dk + j * K, dz + value, &dlog, K, D);
                         dz[write_gate] = beta * (1 - beta) * dbeta;
-                        dz[decay_gate] = -rate[h] * sigmoid(z[decay_gate]) * dlog;
-                        drate[j] -= soft * dlog;
+                        dz[decay_gate] = -rate[h] * sigmoid(a) * dlog;
+                        drate[j] -= softplus(a) * dlog;
                         if (!carry) EACH(i, K) dfirst[j * K + i] += dk[j * K + i], dk[j * K + i] = 0;
                     }
                 }

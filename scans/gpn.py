@@ -22,24 +22,28 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
 * Only the gradients of s, k and M are computed step by step. Each weight's gradient is one large
   product per segment (`scan_backward`).
 
-To change an equation, change all of its places, then PINS (python -m scans gpn). The tests compare
-each with `Model.loop`.
+To change an equation, change all of its places, then PINS: a pin enables C and kernels together.
+`python -m scans gpn` compares both with `Model.loop`. The tests compare both with repeated
+`Model.step`, and each kernel with its plain function.
 
                     gpn_gpu.py                                gpn.c, forward and backward
-    gated_add_norm  it, its backward, `gated`, `recompute`,   sigmoid(z0[..]), sigmoid(z[b..]),
-                    `KernelSteps.backward`                    `l2_normalize` of C
-    memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, beta, decay
-                    `_softplus`, `key_of`, active in `step`, `load`
-    delta_step      it, its two kernels; above layer one,     `write`, `write_backward`, loop of
-                    `read_heads`, `read_backward`             reads, `read_backward`
-    glu             it, its two kernels                       loops over F, H * D and Y
+    gated_add_norm  it, `norm_and_gate_backward`, `gated`,    sigmoid(z0[..]), sigmoid(z[b..]),
+                    `recompute`, `steps`, and in              `l2_normalize` of C
+                    `KernelSteps.backward`
+    memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, `decay_of`,
+                    `_softplus`, `key_of`, `load`, active     beta, dz of both gates, drate
+                    in `step`; here `fold`: exp(A), first key
+    delta_step      it, its two kernels; above layer one,     `write`, `read_memory`, and the
+                    `read_heads`, `read_backward`             backward of both
+    glu             it, its two kernels; here `Sizes.eps`     loops over F, H * D and Y,
+                    and `fold`: weight of the read's norm     `l2_normalize` of H * D
     columns of z    as memory_inputs, and `recompute`; here   `width`, `values`, offsets of keys
-                    `fold`, `columns`; keys' columns in both backwards
+                    `fold`, `columns`, `next_key`
 
-Memory in training, for R = T / S segments of S = segment_len steps: states L T B C, products T B P
-with P = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's start, R B H K D.
-The backward adds (S + 1) B H K D for one segment's M and a few times S B P. M of all T steps is
-never stored. Letters as in model_gpn.py.
+Memory in training, for R segments of at most S = segment_len steps: u and states (L + 1) T B C,
+products T B P with P = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's
+start, R B H K D. The backward adds (S + 1) B H K D for one segment's M and a few times S B P. M of
+all T steps is never stored. Letters as in model_gpn.py.
 """
 import functools
 import sys
@@ -56,6 +60,7 @@ from scans.gpn_cpu import CSteps, c_dtype
 from scans.gpn_gpu import Graph, KernelSteps, key_of
 
 PINS = {'7aa4d913c5769cdb'}  # digests of what `implements` lists; python -m scans gpn
+HAS_KERNELS = True  # `python -m scans` compares these too, in Triton's interpreter
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
              eos_id=59, bptt_len=7)  # a model with most branches, for tests and `python -m scans`
 
@@ -99,7 +104,7 @@ def _compiles_c(device_type):
 
 
 class Sizes(NamedTuple):
-    """Sizes that the scan needs from a Config."""
+    """Sizes that the scan needs from a Config. The first six are C to L of `sizes` in gpn.c."""
 
     n_embd: int
     n_ffn: int
@@ -131,6 +136,11 @@ class Sizes(NamedTuple):
         """Return the widths of gate_in, memory_in and glu_in."""
         writes = self.n_head * (self.d_k + self.d_v + 2) if layer == 0 else 0
         return [self.n_embd, self.n_head * self.d_k + writes, 2 * self.n_ffn + self.n_head * self.d_v]
+
+    def next_key(self):
+        """Return the columns of z, in the first layer, with the key of the next write."""
+        start, width = self.n_embd + self.n_head * self.d_k, self.n_head * self.d_k
+        return slice(start, start + width)
 
     def saved_widths(self):
         """Return the widths of the saved products: ground gate; per layer, input product, read."""
@@ -260,8 +270,8 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
         for (a, b), memory in reversed(list(zip(sizes.segments(T), memories))):
             s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
             k = w.first_key.repeat(B, 1, 1)
-            if a:  # the key from the previous step
-                k = sizes.key_of(saved[L][a - 1, :, C + H * K:C + 2 * H * K].to(u.dtype))
+            if a:  # the key from the previous step; saved[L] is the first layer's z
+                k = sizes.key_of(saved[L][a - 1, :, sizes.next_key()].to(u.dtype))
             inputs = (u[a:b], None if carry is None else carry[a:b], (s, k, memory), (grad[a:b], ds, dk, dm),
                       [x[a:b] for x in saved], b < T and b % sizes.bptt_len == 0)
             grad_u[a:b], ds, dk, dm, drate, dfirst, pairs = run_segment(w, w.backward, inputs, b - a == usual)
@@ -342,7 +352,7 @@ class Decoder:
         return k.new_zeros(batch_size, c.n_embd), k, k.new_zeros(batch_size, c.n_head, c.d_k, c.d_v)
 
     def advance(self, state, u, carry_mask=None, active=None):
-        """See `Model.advance`."""
+        """See `Model.advance`. The states returned for inactive tokens have no meaning."""
         masks, states = [x if x is None else x.unsqueeze(-1) for x in (carry_mask, active)], []
         if carry_mask is not None:
             masks[0] = masks[0].to(u.dtype)

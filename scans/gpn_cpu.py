@@ -84,12 +84,12 @@ class CSteps:
 
     def __init__(self, folded, sizes, norm_eps, dtype, backward=False):
         self.library, self.sizes = build(dtype), sizes
-        products, wide = [x.detach() for x in folded[:-2]], torch.promote_types(dtype, torch.float32)
+        weights, wide = [x.detach() for x in folded[:-2]], torch.promote_types(dtype, torch.float32)
         self.rate, self.first_key = (x.detach().to(wide) for x in folded[-2:])
         if backward:
-            products = [w.T if w.dim() == 2 else None for w in products]  # gradients need W^T and no bias
+            weights = [w.T if w.dim() == 2 else None for w in weights]  # gradients need W^T and no bias
         panels = [w if w is None else w.to(wide).contiguous() if w.dim() == 1 else self._panels(w.to(dtype))
-                  for w in products]
+                  for w in weights]
         self.weights = [*panels, self.rate, self.first_key]  # keeps them alive: C has only their addresses
         self.pointers = pointers(self.weights)
         self.numbers = self.library.sizes(0, 0, *sizes[:6], 0, 0, *sizes.eps(norm_eps))
@@ -106,6 +106,7 @@ class CSteps:
         function(ctypes.byref(self.numbers), self.pointers, *map(pointers, arguments))
 
     def steps(self, s, k, memory, u, carry=None, active=None):
+        """See `KernelSteps.steps`. s, k, memory are contiguous: C updates them at their address."""
         u, carry, active = (x if x is None else x.contiguous() for x in (u, carry, active))
         self.numbers.keep = len(s) > 1
         widths = [self.sizes.n_embd] * self.sizes.n_layer + self.sizes.saved_widths()
@@ -114,6 +115,7 @@ class CSteps:
         return s, k, memory, outputs
 
     def backward(self, u, carry, start, grads, saved, is_cut):
+        """See `KernelSteps.backward`."""
         (S, B, _), c, (grad, *later) = u.shape, self.sizes, grads
         du, (ds, dk, dm) = torch.empty_like(u), (x.clone() for x in later)
         inner, products = saved[:c.n_layer - 1], saved[c.n_layer - 1:]

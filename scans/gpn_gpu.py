@@ -1,8 +1,9 @@
-"""GPN's steps on a GPU. Read the plain functions and `KernelSteps.step`, which is made of them.
+"""GPN's steps on a GPU. Read the plain functions, then `KernelSteps.step`.
 
 A plain PyTorch function is several kernels. torch.compile makes one of `gated_add_norm`. `glu`,
 `memory_inputs` and `delta_step` are each followed by the Triton kernel that equals it, run by
-`launch_NAME`. `launch_NAME_backward` is its gradient, which the tests take by autograd.
+`launch_NAME`, and by its gradient, `launch_NAME_backward`. The steps run only the kernels. The
+tests compare them with the plain functions, and their gradients with autograd.
 
 A kernel's program computes a row, a head of a row or some columns of a head, in fp32, or in float64
 for float64 inputs. Products z may be narrower. carry: (N, 1), 0 in rows where a document starts,
@@ -56,8 +57,8 @@ def gated_add_norm(z, x, add, eps, dtype, carry=None):
     return y, l2_normalize(y, eps)[0].to(dtype)
 
 
-def gated_add_norm_backward(grad, direction, inverse, grad_y, gate, carry=None):
-    """Return carry times the gradient of x (N, C), from those of `l2_normalize`(x) and gate x.
+def norm_and_gate_backward(grad, direction, inverse, grad_y, gate, carry=None):
+    """Return carry times the gradient of a state x (N, C), which is both normalized and gated.
 
     grad: gradient of direction = `l2_normalize`(x); grad_y: of gate x; inverse: 1 / length of x.
     """
@@ -136,18 +137,18 @@ def key_of(z, heads, eps):
     return l2_normalize(F.relu(z.unflatten(-1, heads)), eps)[0]
 
 
-def memory_inputs(z, rates, sizes):
-    """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), decay, beta (N, H).
+def memory_inputs(z, rates, heads):
+    """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), beta, decay (N, H).
 
     z has columns query HK, key HK, value HD, beta H, decay H; rates (2, H): exp(A) and dt_bias;
-    sizes: H, K, D, eps of keys. If rates is None, z has only the query, and so has the result.
+    heads: H, K, D, eps of keys. If rates is None, z has only the query, and so has the result.
     """
-    H, K, D, eps = sizes
+    H, K, D, eps = heads
     if rates is None:
         return [key_of(at_least_fp32(z), (H, K), eps)]
     q, k, v, beta, decay = at_least_fp32(z).split([H * K, H * K, H * D, H, H], 1)
     q, k = key_of(q, (H, K), eps), key_of(k, (H, K), eps)
-    return [q, k, v.unflatten(1, (H, D)), torch.exp(-rates[0] * F.softplus(decay + rates[1])), torch.sigmoid(beta)]
+    return [q, k, v.unflatten(1, (H, D)), torch.sigmoid(beta), torch.exp(-rates[0] * F.softplus(decay + rates[1]))]
 
 
 @jit
@@ -168,7 +169,7 @@ def _normalized_key(z, i, seen, eps: constexpr):
 
 
 @jit
-def _memory_inputs_kernel(z, rates, q, k, v, decay, beta, H, z_stride, eps: constexpr, K: constexpr, D: constexpr,
+def _memory_inputs_kernel(z, rates, q, k, v, beta, decay, H, z_stride, eps: constexpr, K: constexpr, D: constexpr,
                           ROWS: constexpr, COLUMNS: constexpr):
     row, head, i, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     z, place = z + row * z_stride, row * H + head
@@ -185,9 +186,9 @@ def _memory_inputs_kernel(z, rates, q, k, v, decay, beta, H, z_stride, eps: cons
         tl.store(decay + place, tl.exp(-tl.load(rates + head) * _softplus(a)))
 
 
-def launch_memory_inputs(z, rates, sizes):
+def launch_memory_inputs(z, rates, heads):
     """Compute `memory_inputs`. z may be columns of a wider product."""
-    H, K, D, eps = sizes
+    H, K, D, eps = heads
     shapes = [(H, K), (H, K), (H, D), (H,), (H,)] if rates is not None else [(H, K)]
     fp32 = torch.promote_types(z.dtype, torch.float32)
     outputs = [z.new_empty(len(z), *shape, dtype=fp32) for shape in shapes]
@@ -215,20 +216,20 @@ def _memory_inputs_backward_kernel(z, rates, grad_q, grad_k, grad_v, grad_beta, 
         tl.store(out + 2 * H * K + head * D + j, _load(grad_v, place * D + j, j < D), mask=j < D)
         beta_column = 2 * H * K + H * D + head
         decay_column = beta_column + H
-        beta, log = tl.sigmoid(_wide(tl.load(z + beta_column))), tl.load(grad_log + place)
+        beta, g_log = tl.sigmoid(_wide(tl.load(z + beta_column))), tl.load(grad_log + place)
         a = _wide(tl.load(z + decay_column)) + tl.load(rates + H + head)
         tl.store(out + beta_column, tl.load(grad_beta + place) * beta * (1 - beta))
-        tl.store(out + decay_column, -log * tl.load(rates + head) * tl.sigmoid(a))
-        tl.store(grad_rate + place, -log * _softplus(a))
+        tl.store(out + decay_column, -g_log * tl.load(rates + head) * tl.sigmoid(a))
+        tl.store(grad_rate + place, -g_log * _softplus(a))
 
 
-def launch_memory_inputs_backward(z, rates, sizes, out, grads, grad_rate=None, next_carry=None):
+def launch_memory_inputs_backward(z, rates, heads, out, grads, grad_rate=None, next_carry=None):
     """Write z's gradient to out and, if rates is given, each row's gradient of exp(A) to grad_rate.
 
     grads: of q, k, v, beta and log(decay) from `memory_inputs`; without rates, of q only. The
     gradient of k is multiplied by next_carry.
     """
-    H, K, D, eps = sizes
+    H, K, D, eps = heads
     unused = [None] * (5 - len(grads))
     _launch(_memory_inputs_backward_kernel, (len(z), H), 1, z, rates, *grads, *unused, next_carry, out, grad_rate, H,
             z.stride(0), out.stride(0), eps, K, D, _power_of_2(K), _power_of_2(D))
@@ -244,10 +245,10 @@ def read_heads(memory, x):
 def delta_step(memory, write, q, carry=None, first_key=None):
     """Return the memory (B, H, K, D) after one write, eq. 10, and what q reads from it (B, H, D).
 
-    write: k (B, H, K), v (B, H, D), decay and beta (B, H); q: (B, H, K). Where carry (B, 1) is 0,
+    write: k (B, H, K), v (B, H, D), beta and decay (B, H); q: (B, H, K). Where carry (B, 1) is 0,
     the memory is emptied first, and the key is first_key (H, K).
     """
-    k, v, decay, beta = write
+    k, v, beta, decay = write
     if carry is not None:
         memory, k = memory * carry[..., None, None], torch.where(carry.unsqueeze(-1) > 0, k, first_key)
     error = v - read_heads(memory, k)
@@ -262,7 +263,7 @@ DELTA_COLUMNS, DELTA_WARPS = 32, 4
 
 
 @jit
-def _delta_kernel(memory, out, k, v, decay, beta, q, read, carry, first_key, BH, H, D, S: constexpr, K: constexpr,
+def _delta_kernel(memory, out, k, v, beta, decay, q, read, carry, first_key, BH, H, D, S: constexpr, K: constexpr,
                   ROWS: constexpr, TILE: constexpr):
     """Run S steps. memory: (BH, K, D); out: (S, BH, K, D); carry: (S, B); others (S, BH, ...)."""
     head, row, column = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -313,7 +314,7 @@ def launch_delta_replay(memory, write, carry=None):
 
 
 @jit
-def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry, shares, grad_v, scalars, BH, H, D,
+def _delta_backward_kernel(grad, memory, k, v, beta, decay, q, grad_read, carry, shares, grad_v, scalars, BH, H, D,
                            K: constexpr, ROWS: constexpr, TILE: constexpr):
     """Backward of one step: updates grad (BH, K, D), the memory's gradient, and writes the others.
 
@@ -330,18 +331,18 @@ def _delta_backward_kernel(grad, memory, k, v, decay, beta, q, grad_read, carry,
     query = tl.load(q + head * K + row, mask=row < K, other=0.0)
     gr = tl.load(grad_read + head * D + column, mask=column < D, other=0.0)
     g = tl.load(grad + place, mask=seen, other=0.0) + query[:, None] * gr[None, :]
-    a, b = tl.load(decay + head), tl.load(beta + head)
+    d, b = tl.load(decay + head), tl.load(beta + head)
     error = tl.load(v + head * D + column, mask=column < D, other=0.0) - tl.sum(m * key[:, None], 0)
     gv = tl.sum(g * key[:, None], 0) * b
     to_key = tl.sum(g * error[None, :], 1)
-    gq = a * tl.sum(m * gr[None, :], 1) + b * key * tl.sum(error * gr, 0)
+    gq = d * tl.sum(m * gr[None, :], 1) + b * key * tl.sum(error * gr, 0)  # the memory after the step times gr
     gk = b * to_key - tl.sum(m * gv[None, :], 1)
     tl.store(shares + (tile * 2 * BH + head) * K + row, gq, mask=row < K)
     tl.store(shares + (tile * 2 * BH + BH + head) * K + row, gk, mask=row < K)
     tl.store(scalars + tile * 2 * BH + head, tl.sum(key * to_key, 0))
-    tl.store(scalars + tile * 2 * BH + BH + head, a * tl.sum(tl.sum(g * m, 1), 0))
+    tl.store(scalars + tile * 2 * BH + BH + head, d * tl.sum(tl.sum(g * m, 1), 0))
     tl.store(grad_v + head * D + column, gv, mask=column < D)
-    g = a * g - key[:, None] * gv[None, :]
+    g = d * g - key[:, None] * gv[None, :]
     if carry is not None:
         g *= tl.load(carry + head // H)
     tl.store(grad + place, g, mask=seen)
@@ -388,7 +389,7 @@ class KernelSteps:
         self.ground, self.layers = self.tensors[:2], [self.tensors[i:i + 3] for i in range(2, n, 3)]
         self.first_key, is_gpu = self.tensors[-1], self.rates.is_cuda
         self.gated_add_norm = compiled(gated_add_norm) if is_gpu else gated_add_norm
-        self.gated_add_norm_backward = compiled(gated_add_norm_backward) if is_gpu else gated_add_norm_backward
+        self.norm_and_gate_backward = compiled(norm_and_gate_backward) if is_gpu else norm_and_gate_backward
         self.load(folded)
 
     @torch.no_grad()
@@ -415,10 +416,10 @@ class KernelSteps:
             z = F.linear(direction, w_in, b_in)
             gate_in, memory_in, glu_in = z.split(self.sizes.columns(i), -1)
             if i == 0:
-                q, next_k, v, decay, beta = launch_memory_inputs(memory_in, self.rates, self.heads)  # eq. 8, 9
+                q, next_k, v, beta, decay = launch_memory_inputs(memory_in, self.rates, self.heads)  # eq. 8, 9
                 if active is not None:
-                    decay, beta = torch.where(active, decay, 1.0), beta * active
-                write = k, v, decay, beta
+                    beta, decay = beta * active, torch.where(active, decay, 1.0)
+                write = k, v, beta, decay
                 memory_read = launch_delta_step(memory, memory_after, write, q, carry, self.first_key)  # eq. 10
             else:
                 memory_read = read_heads(memory_after, *launch_memory_inputs(memory_in, None, self.heads))
@@ -468,7 +469,7 @@ class KernelSteps:
         state's key; and for each weight, a pair of matrices whose product is its gradient. d below:
         gradient of the layer's output, then of its input.
         """
-        (S, _, C), (grad, ds, dk, dm), (L, H) = u.shape, grads, (self.sizes.n_layer, self.sizes.n_head)
+        S, L, (grad, ds, dk, dm) = len(u), self.sizes.n_layer, grads
         ground, layers = self.recompute(u, carry, start, saved)
         ground_steps, layer_steps = unbind_steps(ground), [unbind_steps(layer) for layer in layers]
         douts, du, dks = [[] for _ in range(L)], [], []
@@ -488,14 +489,14 @@ class KernelSteps:
                     dks.append(dk)
                     if is_cut and t == S - 1:  # no gradient through the columns of the next key
                         dz = dz.clone()
-                        dz[:, C + self.sizes.d_k * H:C + 2 * self.sizes.d_k * H] = 0
+                        dz[:, self.sizes.next_key()] = 0
                 else:
                     self.read_backward(at, dread, dm)
-                d = self.gated_add_norm_backward(dz @ w_in, at.direction, at.inverse, d, at.gate)
+                d = self.norm_and_gate_backward(dz @ w_in, at.direction, at.inverse, d, at.gate)
             at = ground_steps[t]
             du.append(d)
             torch.mul(d, at.slope, out=at.dz)  # eq. 4
-            ds = self.gated_add_norm_backward(at.dz @ self.ground[0], at.direction, at.inverse, d, at.gate, carries[t])
+            ds = self.norm_and_gate_backward(at.dz @ self.ground[0], at.direction, at.inverse, d, at.gate, carries[t])
 
         def stack(last_first):
             return torch.stack(last_first[::-1])
@@ -525,11 +526,12 @@ class KernelSteps:
             found = launch_memory_inputs(layer['memory_in'].flatten(0, 1), None if i else self.rates, self.heads)
             q, *write = (x.unflatten(0, (S, B)) for x in found)
             if i == 0:
-                next_k, v, decay, beta = write
+                next_k, v, beta, decay = write
                 k = torch.cat([k.unsqueeze(0), next_k[:-1]])
                 k = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, self.first_key)
-                memories = launch_delta_replay(memory, (k, v, decay, beta), carry)
-                layer |= dict(k=k, v=v, decay=decay, beta=beta, drate=u.new_empty(S, B, H))
+                memories = launch_delta_replay(memory, (k, v, beta, decay), carry)
+                layer |= dict(k=k, v=v, beta=beta, decay=decay, drate=u.new_empty(S, B, H))
+            # a read takes the memory after the step; layer one's write takes that before it
             layer |= dict(q=q, memory_read=next(products), memory=memories[1:] if i else memories[:-1],
                           y=u.new_empty(S, B, self.sizes.n_ffn + H * D, dtype=self.dtype))
             layers.append(layer)
@@ -547,7 +549,7 @@ class KernelSteps:
         dread: gradient of the memory read; dk: of the key for the next step; dm: of the memory
         after the step, updated in place to that of the memory before.
         """
-        write, dread = (at.k, at.v, at.decay, at.beta), dread.view_as(at.v)
+        write, dread = (at.k, at.v, at.beta, at.decay), dread.view_as(at.v)
         dq, dk_used, *others = launch_delta_step_backward(dm, at.memory, write, at.q, dread, carry)
         launch_memory_inputs_backward(at.memory_in, self.rates, self.heads, at.d_memory_in, (dq, dk, *others), at.drate,
                                       next_carry)

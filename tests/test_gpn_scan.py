@@ -170,7 +170,7 @@ def test_memory_input_kernels_equal_the_plain_function(writes, kernels_device):
     grads, dz, drate = [*map(torch.randn_like, want)], torch.zeros_like(z), None
     results = want[:1]
     if writes:
-        q, k, v, decay, beta = want
+        q, k, v, beta, decay = want
         results, drate = [q, k * carry.unsqueeze(-1), v, beta, decay.log()], torch.zeros_like(rate)
     gpn_gpu.launch_memory_inputs_backward(z, rates, sizes, dz, grads, drate, carry)
     assert_equal([dz, drate][:1 + writes], torch.autograd.grad(results, [z, rate][:1 + writes], grads))
@@ -186,15 +186,15 @@ def test_delta_kernels_equal_the_plain_function(documents, kernels_device):
     carry, first_key = None, random(H, K, device=kernels_device).contiguous()
     if documents:
         carry = (torch.arange(B, device=kernels_device) % 2).double().unsqueeze(1)
-    want = gpn_gpu.delta_step(memory, (k, v, decay, beta), q, carry, first_key)
+    want = gpn_gpu.delta_step(memory, (k, v, beta, decay), q, carry, first_key)
     after = torch.empty_like(memory)
-    read = gpn_gpu.launch_delta_step(memory, after, (k, v, decay, beta), q, carry, first_key)
+    read = gpn_gpu.launch_delta_step(memory, after, (k, v, beta, decay), q, carry, first_key)
     assert_equal([after, read], want)
     key = k if carry is None else torch.where(carry.unsqueeze(-1) > 0, k, first_key).detach().requires_grad_()
-    result, inputs = gpn_gpu.delta_step(memory, (key, v, decay, beta), q, carry, key), (memory, q, key, v, beta, decay)
+    result, inputs = gpn_gpu.delta_step(memory, (key, v, beta, decay), q, carry, key), (memory, q, key, v, beta, decay)
     grad = torch.randn_like(memory)
     *grads, grad_decay = torch.autograd.grad(result, inputs, (grad, grad_read))
-    got = gpn_gpu.launch_delta_step_backward(grad, memory, (key, v, decay, beta), q, grad_read, carry)
+    got = gpn_gpu.launch_delta_step_backward(grad, memory, (key, v, beta, decay), q, grad_read, carry)
     assert_equal([grad, *got], [*grads, grad_decay * decay])
 
 
@@ -203,7 +203,7 @@ def test_the_backward_of_a_gate_and_norm_equals_autograd():
     carry, gate = (torch.arange(5) % 2).double().unsqueeze(1), z.sigmoid()
     direction, length = gpn_gpu.l2_normalize(x, 0.1)
     want, = torch.autograd.grad((direction, gate * x), x, (grad, grad_y), retain_graph=True)
-    got = gpn_gpu.gated_add_norm_backward(grad, direction, 1 / length, grad_y, gate, carry)
+    got = gpn_gpu.norm_and_gate_backward(grad, direction, 1 / length, grad_y, gate, carry)
     assert_equal([got], [carry * want])
     y, direction = gpn_gpu.gated_add_norm(z, x, grad, 0.1, x.dtype, carry)
     assert_equal([y, direction], [grad + gate * carry * x, gpn_gpu.l2_normalize(y, 0.1)[0]])
@@ -260,7 +260,7 @@ def test_the_bias_of_the_decay_is_not_rounded_to_bf16(kernels_device):
     sizes = scan.Sizes.from_config(c)
     steps = gpn_gpu.KernelSteps(scan.fold(model), sizes, c.norm_eps, torch.bfloat16)
     z = F.linear(torch.randn(3, c.n_embd, device=kernels_device).bfloat16(), *steps.layers[0][:2])
-    decay = gpn_gpu.launch_memory_inputs(z.split(sizes.columns(0), -1)[1], steps.rates, steps.heads)[3]
+    decay = gpn_gpu.launch_memory_inputs(z.split(sizes.columns(0), -1)[1], steps.rates, steps.heads)[4]
     want = write.log_decay(torch.zeros(3, c.n_embd, device=kernels_device))
     torch.testing.assert_close(decay.log(), want, rtol=1e-3, atol=1e-6)
 

@@ -83,9 +83,7 @@ def tiny_data(tmp_path_factory):
 @pytest.fixture(scope='session')
 def tiny_run(tiny_data, tmp_path_factory):
     """Train for 20 steps and return the run folder. Copy it before changing it."""
-    out = tmp_path_factory.mktemp('runs') / 'tiny'
-    succeeded(train_tiny(tiny_data, out))
-    return out
+    return trained_run(tiny_data, tmp_path_factory.mktemp('runs') / 'tiny')
 
 
 def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, **settings):
@@ -170,11 +168,12 @@ def terminal_signals():
 def run_here(main, argv):
     """Call main() with sys.argv; capture its output, restore threads, RNG state, signals, stdin."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    threads, stdin, own_argv = torch.get_num_threads(), sys.stdin, sys.argv
+    threads = torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    with (open(os.devnull) as nothing, torch.random.fork_rng(devices=[]),
+    with (open(os.devnull) as nothing, torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch,
           contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
-        sys.stdin, sys.argv = nothing, argv
+        patch.setattr(sys, 'stdin', nothing)
+        patch.setattr(sys, 'argv', argv)
         try:
             main()
         except SystemExit as end:
@@ -182,7 +181,6 @@ def run_here(main, argv):
             if isinstance(end.code, str):
                 print(end.code, file=err)
         finally:
-            sys.stdin, sys.argv = stdin, own_argv
             torch.set_num_threads(threads)
             torch.set_flush_denormal(False)
             for number, handler in handlers.items():
@@ -193,6 +191,11 @@ def run_here(main, argv):
 def train_tiny(data, out, *args, steps=20, **kwargs):
     return run('train.py', *TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={steps * STEP_TOKENS}', *args,
                **kwargs)
+
+
+def trained_run(data, out, *args, **kwargs):
+    succeeded(train_tiny(data, out, *args, **kwargs))
+    return out
 
 
 def start_training(data, out, *args, processes=1):
@@ -239,7 +242,23 @@ def assert_sentence(result, *parts):
         assert part in result.stderr, result.stderr
 
 
+def eval_lines(folder):
+    return [json.loads(line) for line in (folder / 'eval.jsonl').read_text().splitlines()]
+
+
 # ---- for tests of models ----
+
+@pytest.fixture
+def import_edited(tmp_path, monkeypatch):
+    """Return a function that imports model_NAME.py with edit(source) applied."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def import_it(name, edit):
+        (tmp_path / 'model_edited.py').write_text(edit((ROOT / f'model_{name}.py').read_text()))
+        return importlib.import_module('model_edited')
+    yield import_it
+    sys.modules.pop('model_edited', None)
+
 
 def saved_bytes(function):
     """Return the bytes autograd saves for the backward of function(), each storage once."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import conftest
 import pytest
-from conftest import config_json, run, succeeded, train_tiny
+from conftest import config_json, run, succeeded, trained_run
 
 import eval as judge
 from common.interface import load
@@ -37,9 +37,7 @@ def prepared(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(prepared, tmp_path_factory):
-    out = tmp_path_factory.mktemp('run') / 'run'
-    succeeded(train_tiny(prepared, out, steps=2))
-    return out
+    return trained_run(prepared, tmp_path_factory.mktemp('run') / 'run', steps=2)
 
 
 def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):

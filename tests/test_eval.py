@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_sentence, run, succeeded, train_tiny
+from conftest import assert_sentence, eval_lines, run, succeeded, trained_run
 from test_models import make
 
 import eval as judge
@@ -28,13 +28,7 @@ from common.lm_eval_adapter import RunLM
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
     """Train model_standard without document masking, as in Llama."""
-    out = tmp_path_factory.mktemp('runs') / 'standard'
-    succeeded(train_tiny(tiny_data, out, 'config/standard_xs.py', '--eos_id=None'))
-    return out
-
-
-def eval_lines(folder):
-    return [json.loads(line) for line in (folder / 'eval.jsonl').read_text().splitlines()]
+    return trained_run(tiny_data, tmp_path_factory.mktemp('runs') / 'run', 'config/standard_xs.py', '--eos_id=None')
 
 
 @pytest.fixture(scope='module')

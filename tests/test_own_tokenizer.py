@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import assert_sentence, run, succeeded, train_tiny
+from conftest import assert_sentence, run, succeeded, train_tiny, trained_run
 
 from common import runs
 from common.files import UserError
@@ -37,9 +37,7 @@ def tokenizers(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(tokenizers, tmp_path_factory):
-    out = tmp_path_factory.mktemp('run') / 'run'
-    succeeded(train_tiny(tokenizers / 'own', out, steps=2))
-    return out
+    return trained_run(tokenizers / 'own', tmp_path_factory.mktemp('run') / 'run', steps=2)
 
 
 # ---- texts and ids ----

@@ -1,7 +1,6 @@
 """The edits of docs/own_model.md: a pattern per layer, and a bias of scores, against float64."""
 import importlib
 import re
-import sys
 
 import pytest
 import torch
@@ -25,15 +24,11 @@ def apply(diff, source):
     return source
 
 
-@pytest.fixture(params=['alternating', 'alibi'])
-def edited(request, tmp_path, monkeypatch):
+@pytest.fixture(params=[ALTERNATING, ALIBI], ids=['alternating', 'alibi'])
+def edited(request, import_edited):
     """Return a module with an edited copy of model_standard.py."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    diff = ALTERNATING if request.param == 'alternating' else ALIBI
-    assert sum(line[:1] == '+' and line.strip() != '+' for line in diff.splitlines()) <= 8
-    (tmp_path / 'model_fork.py').write_text(apply(diff, (ROOT / 'model_standard.py').read_text()))
-    yield importlib.import_module('model_fork')
-    sys.modules.pop('model_fork')
+    assert sum(line[:1] == '+' and line.strip() != '+' for line in request.param.splitlines()) <= 8
+    return import_edited('standard', lambda source: apply(request.param, source))
 
 
 def masks(file, doc_start, T, config):

@@ -25,18 +25,6 @@ PINNED = {
     'context_ready': 'FFN Block Model.__init__ Model.sees Model.correct Model.step Model.loop'}
 
 
-@pytest.fixture
-def edited(tmp_path, monkeypatch):
-    """Return a function that imports model_NAME.py with edit(source) applied."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def import_edited(name, edit):
-        (tmp_path / 'model_edited.py').write_text(edit((ROOT / f'model_{name}.py').read_text()))
-        return importlib.import_module('model_edited')
-    yield import_edited
-    sys.modules.pop('model_edited', None)
-
-
 def make(file, name, **values):
     return random_model(file, 2, **MODELS[name] | values)
 
@@ -75,9 +63,9 @@ EDITS = {  # name: a variable, and an edit of an equation
 
 
 @pytest.mark.parametrize('name', EDITS)
-def test_an_edited_equation_trains_and_decodes(name, edited):
+def test_an_edited_equation_trains_and_decodes(name, import_edited):
     loss, decoded, _ = results(*make(importlib.import_module(f'model_{name}'), name))
-    file = edited(name, lambda source: source.replace(*EDITS[name][1]))
+    file = import_edited(name, lambda source: source.replace(*EDITS[name][1]))
     new_loss, new_decoded, new_logits = results(*make(file, name))
     assert (new_decoded - new_logits).abs().max() < 1e-4 * (1 + new_logits.abs().max())
     assert abs(new_loss - loss) > 1e-4 and (new_decoded - decoded).abs().max() > 1e-3
@@ -85,27 +73,27 @@ def test_an_edited_equation_trains_and_decodes(name, edited):
 
 
 @pytest.mark.parametrize('name', EDITS)
-def test_one_command_pins_an_edit_that_computes_the_same(name, edited, capsys):
+def test_one_command_pins_an_edit_that_computes_the_same(name, import_edited, capsys):
     """It prints the digest of a copy with a renamed variable, and refuses another equation."""
     fast, (renamed, wrong) = importlib.import_module(f'scans.{name}'), EDITS[name]
-    file = edited(name, lambda source: re.sub(rf'\b{renamed}\b', 'other_name', source))
+    file = import_edited(name, lambda source: re.sub(rf'\b{renamed}\b', 'other_name', source))
     scans._warn_once.cache_clear()
     assert not make(file, name)[0].fast and f'python -m scans {name} --model={file.__file__}' in capsys.readouterr().err
     pins.main([name, f'--model={file.__file__}'])
     assert capsys.readouterr().out.endswith(f"\n    '{digest(*fast.implements(file))}'\n")
     sys.modules.pop('model_edited')
-    edited(name, lambda source: source.replace(*wrong))
+    import_edited(name, lambda source: source.replace(*wrong))
     with pytest.raises(SystemExit, match='differ by'):
         pins.main([name, '--model=edited'])
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, edited, capsys):
+def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, import_edited, capsys):
     def commented(source):
         source = re.sub(r'(?m)^( +(def|for|if|return) .*)$', r'\1  # a comment', source)
         source = source.replace('self.head(h)', '30 * torch.tanh(self.head(h) / 30)')
         return re.sub(r'(?m)^( +""")(?=\w)', r'\1Other words. ', source)
-    assert make(edited(name, commented), name)[0].fast and capsys.readouterr().err == ''
+    assert make(import_edited(name, commented), name)[0].fast and capsys.readouterr().err == ''
 
 
 @pytest.mark.parametrize('name', MODELS)

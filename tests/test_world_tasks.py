@@ -1,21 +1,16 @@
 """A5 and Manhattan through the scripts, and analysis/manhattan.py on a perfect guide."""
 import csv
-import json
 from functools import reduce
 
 import numpy as np
 import pytest
 import torch
-from conftest import run, succeeded
+from conftest import eval_lines, run, succeeded
 from test_tasks import TRAIN, Guide
 
 from analysis import manhattan
 from common import models
 from data import open_data
-
-
-def eval_results(folder):
-    return json.loads((folder / 'eval.jsonl').read_text().splitlines()[-1])['results']['val']
 
 
 @pytest.mark.slow
@@ -25,13 +20,14 @@ def test_a5_trains_on_short_words_and_is_evaluated_on_long_ones(tmp_path):
                            '--block_size=4', '--mask_documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}'))
     assert 'a sample' in result.stdout
     succeeded(run('eval.py', out, '--val', '--data=a5:length=9,val_rows=20', '--dtype=float32'))
-    assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_results(out).keys()
+    scores = eval_lines(out)[-1]['results']['val']
+    assert {'accuracy_9', 'rnn_accuracy_9'} <= scores.keys()
     drawn = succeeded(run('-m', 'analysis.a5', out, '--length=9', '--words=20', '--batch_size=7', '--device=cpu',
                           f'--out={tmp_path / "words"}'))
     assert 'p_psi as an RNN' in drawn.stdout
     found = {who + row['position']: float(row['mean']) for row in csv.DictReader(open(tmp_path / 'words.csv'))
              for who in ['rnn_accuracy_' if row['who'] else 'accuracy_']}
-    assert found == {name: value for name, value in eval_results(out).items() if 'accuracy' in name}
+    assert found == {name: value for name, value in scores.items() if 'accuracy' in name}
     assert (tmp_path / 'words.png').exists()
 
 

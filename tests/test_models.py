@@ -66,6 +66,7 @@ ONE_OF_EACH = ['standard, documents', 'sps', 'sps, window 0', 'two_x_memory', 'd
                'nextlat, documents, tied', 'mtp, documents', 'jtp, documents', 'bst', 'gdn, documents']
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 ALL_FILES = [*ONE_OF_EACH, 'context_ready, documents, window', 'roformer', 'gpn, one layer, documents']
+WITH_DOCUMENTS = [variant for variant, (_, values) in VARIANTS.items() if values.get('eos_id') is not None]
 
 
 def make(variant, device='cpu'):
@@ -225,6 +226,15 @@ def test_a_window_without_targets_has_zero_loss(variant):
     out = model(idx, torch.full_like(idx, -1))
     out['loss'].backward()
     assert out['nll'] == 0 and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('variant', WITH_DOCUMENTS)
+def test_documents_do_not_see_each_other(variant):
+    model, idx = make(variant), some_tokens(1, 20)
+    idx[0, 9] = 59
+    other = idx.clone()
+    other[0, :9] = 1
+    assert (model.logits(idx)[0, 10:, :60] - model.logits(other)[0, 10:, :60]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize('variant', ALL_FILES)

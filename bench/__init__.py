@@ -13,23 +13,26 @@
 Results are printed as they are measured and written to bench/results/ with command, device, date,
 versions and commit. --toy takes seconds, at meaningless sizes, and writes nothing.
 """
+import sys
+
+from common.start import quiet_start
+
+if sys.argv[0] == '-m':  # Python is importing this package for `python -m bench.NAME`
+    quiet_start()
+
 import datetime
 import itertools
 import json
 import multiprocessing
-import os
 import platform
 import re
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -125,32 +128,10 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
-@contextmanager
-def process(here: bool = False, **environment: str) -> Iterator[Callable]:
-    """Start a process with environment variables; yield ask(function, *args), which calls it there.
-
-    here: call in this process, for toy sizes.
-    """
-    if here:
-        yield _call
-        return
-    spawn = multiprocessing.get_context('spawn')
-    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
-        yield lambda function, *args: pool.submit(_call, function, *args).result()
-
-
-def isolated(function: Callable, *args, **environment: str):
-    """Call function(*args) in a new process with environment variables, and return its result.
-
-    Used to measure peak memory. The rows of a generator function are returned as a list.
-    """
-    with process(**environment) as ask:
-        return ask(function, *args)
-
-
-def _call(function, *args):
-    result = function(*args)
-    return [*result] if isinstance(result, Iterator) else result
+def isolated(function: Callable, *args):
+    """Call function(*args) in a new process and return its result. Used to measure peak memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+        return pool.submit(function, *args).result()
 
 
 def where_and_when() -> dict:

@@ -25,12 +25,10 @@ import train
 from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common import families, gpu, machine, models
 from common.settings import check_ranges
-from common.start import SPIN_COUNT
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
 T, VOCABULARY = 256, 50304
 DTYPES = torch.bfloat16, torch.float32
-TRAINING = {'GOMP_SPINCOUNT': SPIN_COUNT}  # as in train.py
 OBJECTIVES = [('ntp', 1), *((objective, d) for d in (1, 2, 8) for objective in ('nextlat', 'mtp', 'jtp')), ('bst', 1)]
 
 
@@ -154,7 +152,7 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
     """Yield the rows of the training-cost table. At toy size memory is not measured."""
     machine.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
-    base = None if toy else isolated(peak_memory, *ntp, batch_size, **TRAINING)
+    base = None if toy else isolated(peak_memory, *ntp, batch_size)
     for side in OBJECTIVES:
         steps = {name: objective_step(*name, batch_size, vocabulary, toy) for name in dict.fromkeys([ntp, side])}
         seconds = alternate({name: step for name, (step, _) in steps.items()}, rounds=1 if toy else 7)
@@ -162,7 +160,7 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
                'parameters': sum(p.numel() for p in steps[side][1].parameters()),
                'steps_per_s': round(1 / seconds[side], 3), 'time_over_ntp': round(seconds[side] / seconds[ntp], 3)}
         if not toy:
-            row['peak_memory_over_ntp'] = round(isolated(peak_memory, *side, batch_size, **TRAINING) / base, 3)
+            row['peak_memory_over_ntp'] = round(isolated(peak_memory, *side, batch_size) / base, 3)
         yield row
         torch.compiler.reset()  # torch.compile allows only eight versions of one forward
 
@@ -170,12 +168,8 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
 # ---- the command line ----
 
 def figures(toy: bool, batch_size: int) -> Iterator[dict]:
-    if toy:
-        yield from beside_hugging_face(TOY_SHAPE, 1, batch_size)
-        yield from two_streams(True, batch_size)
-        return
-    yield from isolated(beside_hugging_face, SHAPE, 12, batch_size, **TRAINING)
-    yield from isolated(two_streams, False, batch_size, **TRAINING)
+    yield from beside_hugging_face(TOY_SHAPE if toy else SHAPE, 1 if toy else 12, batch_size)
+    yield from two_streams(toy, batch_size)
 
 
 def main(argv: list[str] | None = None) -> None:

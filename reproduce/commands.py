@@ -20,21 +20,24 @@ def runs(*names: str) -> str:
     return ' '.join(f'out/{name}' for name in names)
 
 
-def main(doc: str, tables: dict[str, list[str]], argv=None) -> None:
+def main(doc: str, tables: dict[str, list[str]], rows: dict[str, list[str]] | None = None,
+         guesses: dict[str, str] | None = None, argv=None) -> None:
     """Print or run the commands of the named tables. A run that exists is resumed.
 
-    tables: {table: commands}, in order.
+    tables: {table: commands}, in order; rows: the same of parts that can be named, too; guesses:
+    {table: what its paper leaves open}.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('tables', nargs='*', metavar='TABLE', help=', '.join(tables))
     parser.add_argument('--gpus', type=int, help='train and evaluate under torchrun, one process per GPU')
     parser.add_argument('--run', action='store_true', help='run the commands, do not print them only')
     s = parser.parse_args(argv)
-    if unknown := [name for name in s.tables if name not in tables]:
+    known, guesses = tables | (rows or {}), guesses or {}
+    if unknown := [name for name in s.tables if name not in known]:
         parser.error(f'unknown table {", ".join(unknown)}: expected {", ".join(tables)}')
     for name in s.tables or tables:
-        print(f'\n# {name}')
-        for command in tables[name]:
+        print(f'\n# {name}' + (f' (guess: {guesses[name]})' if guesses.get(name) else ''))
+        for command in known[name]:
             if s.gpus and command.startswith(UNDER_TORCHRUN):
                 command = command.replace('python', f'torchrun --nproc_per_node={s.gpus}', 1)
             made = re.search(r'(?:prepare_fineweb\.py .*--out_dir|train_tokenizer .*--out)=(\S+)', command)

@@ -7,13 +7,10 @@
 A row is a run in out/. In its name, d is Context-Ready and n the Roformer. "guess" names what the
 paper leaves open. docs/context_ready.md shows how to build the data.
 """
-import argparse
 import fnmatch
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from commands import main, runs, train
+
 FIXED, RANDOM = '--K=10 --k_min=None', '--K=10'  # unrolls of a step: always 10, and 2 to 10
 PLAIN = '--K=1 --bptt=False'  # a Roformer on pointer chasing
 # Batches at T = 512 and 1024 are inferred. 100,000 steps at 512 (A7) come close in loss to as many
@@ -131,8 +128,8 @@ ROWS = {  # run in out/: base in config/context_ready, settings of train.py
     'wiki_d6_c446': 'wiki --n_layer=6',
     'wiki_n6_c446_hffn': 'wiki --K=1 --variant=extra_ffn --n_layer=6'}
 
-LOSS = 'eval.py {runs} --val'
-DEPTHS, CURVES, SCORES = (f'-m analysis.{module} {{runs}} --out=out/table_{{table}}'
+LOSS = 'python eval.py {runs} --val'
+DEPTHS, CURVES, SCORES = (f'python -m analysis.{module} {{runs}} --out=out/table_{{table}}'
                           for module in ('context_ready', 'loss_curves', 'scores'))
 TABLES = {  # table: (its rows or patterns of rows, its commands after training, guesses)
     '1': ('owt_d5_c1120 owt_d6_c1024 owt_n6_c1088 owt_n12_c768 owt_n2_c1888'
@@ -158,45 +155,25 @@ TABLES = {  # table: (its rows or patterns of rows, its commands after training,
     'A11': ('owt_n12_c1408 owt_n24_c1024 owt_n12_c1024 owt_d??_c*_finetune *_continued', [LOSS], 'batch, K'),
     'A12': ('wiki_d5_c768_concat wiki_n6_c768 wiki_d6_c446 wiki_n6_c446_hffn wiki_d2_c446_concat wiki_n3_c446',
             [LOSS], 'batch'),
-    'A13': ('', ['-m bench.context_ready'], ''),
+    'A13': ('', ['python -m bench.context_ready'], ''),
     '5.8': ('wiki_d3_c446_token_blind wiki_d3_c446_tied', [LOSS], 'batch'),
     'B': ('pointer_wave', [SCORES], 'dropout, warm-up, weight decay'),  # accuracy by hop over training
     'B20': ('pointer_20_hops', [SCORES], 'steps, dropout, warm-up, weight decay')}
 
 
 def training(row: str) -> str:
-    """Return the command of a row, which resumes the run if it has begun."""
-    base, *settings = ROWS[row].split()
-    resume = ['--resume'] if (ROOT / f'out/{row}/config.json').exists() else []
-    return ' '.join([f'train.py config/context_ready/{base}.py', *settings, f'--out_dir=out/{row}', *resume])
+    """Return the command of a row."""
+    base, _, settings = ROWS[row].partition(' ')
+    return train(f'context_ready/{base}', settings, row)
 
 
-def commands(name: str) -> list[str]:
-    """Return the commands of a table or a row, without `python`."""
-    if name in ROWS:
-        return [training(name)]
-    patterns, after, _ = TABLES[name]
+def commands(table: str) -> list[str]:
+    """Return the commands of a table."""
+    patterns, after, _ = TABLES[table]
     rows = [row for pattern in patterns.split() for row in fnmatch.filter(ROWS, pattern)]
-    runs = ' '.join(f'out/{row}' for row in rows)
-    return [*map(training, rows), *(command.format(runs=runs, table=name) for command in after)]
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('names', nargs='*', metavar='TABLE_OR_ROW', help=', '.join(TABLES))
-    parser.add_argument('--run', action='store_true', help='run the commands, do not print them only')
-    s = parser.parse_args(argv)
-    if unknown := [name for name in s.names if name not in TABLES | ROWS]:
-        parser.error(f'unknown table or row {", ".join(unknown)}: expected {", ".join(TABLES)} or the name of a row')
-    for name in s.names or TABLES:
-        if name in TABLES:
-            guess = TABLES[name][2]
-            print(f'\n# table {name}' + (f' (guess: {guess})' if guess else ''))
-        for command in commands(name):
-            print('python', command, flush=True)
-            if s.run and (code := subprocess.run([sys.executable, *command.split()], cwd=ROOT).returncode):
-                sys.exit(code)
+    return [*map(training, rows), *(command.format(runs=runs(*rows), table=table) for command in after)]
 
 
 if __name__ == '__main__':
-    main()
+    main(__doc__, {table: commands(table) for table in TABLES}, {row: [training(row)] for row in ROWS},
+         {table: guess for table, (_, _, guess) in TABLES.items()})

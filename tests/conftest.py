@@ -23,7 +23,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 os.chdir(ROOT)
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / 'reproduce')]
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():  # tests of the kernels then use Triton's interpreter

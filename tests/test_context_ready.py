@@ -424,7 +424,7 @@ def test_every_row_of_a_table_trains_after_the_run_it_continues():
     for table in TABLES:
         trained, after = [], []
         for command in commands(table):
-            if command.startswith('train.py'):
+            if command.startswith('python train.py'):
                 row = command.split('--out_dir=out/')[1].split()[0]
                 values = paper_settings(row)
                 model_context_ready.Config(**{name: values[name] for name in OWN & values.keys()})

@@ -11,7 +11,7 @@ from conftest import run_subprocess
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ['README.md', 'RESULTS.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
-SCRIPTS = [f'reproduce/{name}.py' for name in ('sps', 'nextlat', 'gpn')]  # they print commands
+SCRIPTS = [f'reproduce/{name}.py' for name in ('sps', 'nextlat', 'gpn', 'context_ready')]  # they print commands
 ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'common/settings.py', 'common/runs.py']
 
 
@@ -67,7 +67,6 @@ def test_configs_named_in_loops_exist():
 
 
 def test_commands_of_a_paper_run_in_order_and_runs_are_resumed(tmp_path, monkeypatch, capfd):
-    monkeypatch.syspath_prepend(ROOT / 'reproduce')
     import commands as of_papers
     monkeypatch.setattr(of_papers, 'ROOT', tmp_path)
     (tmp_path / 'out/y').mkdir(parents=True)
@@ -75,10 +74,10 @@ def test_commands_of_a_paper_run_in_order_and_runs_are_resumed(tmp_path, monkeyp
                                        'print("trained", *sys.argv[1:])\n')
     tables = {'a': ['python train.py --extend=out/x --out_dir=out/y'] * 2,
               'b': ['python -c "raise SystemExit(3)"', 'x']}
-    of_papers.main('', tables, ['a', '--run'])
+    of_papers.main('', tables, argv=['a', '--run'])
     assert [line for line in capfd.readouterr().out.splitlines() if line.startswith('trained')] == [
         'trained --extend=out/x --out_dir=out/y', 'trained --out_dir=out/y --resume']
     with pytest.raises(SystemExit, match='3'):
-        of_papers.main('', tables, ['b', '--run'])
-    of_papers.main('', tables, ['a', '--gpus=8'])
+        of_papers.main('', tables, argv=['b', '--run'])
+    of_papers.main('', tables, argv=['a', '--gpus=8'])
     assert 'torchrun --nproc_per_node=8 train.py --out_dir=out/y --resume' in capfd.readouterr().out

@@ -90,7 +90,7 @@ def small_model(name, values):
 
 def paper_settings(name):
     """Return the settings of a config file, or of a row of reproduce/context_ready.py."""
-    argv = training(name).split()[1:] if name in ROWS else [f'config/{name}.py']
+    argv = training(name).split()[2:] if name in ROWS else [f'config/{name}.py']
     return settings.load_settings(train.Settings, argv, config_of=lambda model: models.model_file(model).Config)[2]
 
 

@@ -3,9 +3,9 @@
     python -m bench.train_step [--toy]
     python -m bench.train_step objectives [--batch_size=32] [--toy]
 
-Both sides take turns in one process, with the same optimizer, clipping and allocator. 'same': both
-in the same precision; 'defaults': ours in train.py's precision, Hugging Face in fp32. Then the step
-time of each two-stream method relative to Standard, with 6 layers of 384 on the same tokens.
+Both sides take turns in one process, with the same precision, optimizer, clipping and allocator.
+Then the step time of each two-stream method relative to Standard, with 6 layers of 384 on the same
+tokens.
 
 `objectives`: the NextLat paper's table of training costs: parameters, steps/s and peak memory of
 ntp, of nextlat, mtp and jtp with horizons 1, 2 and 8, and of bst with a tenth of its pairs. On a
@@ -77,18 +77,16 @@ def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
 def beside_hugging_face(shape: dict, rounds: int, batch_size: int) -> Iterator[dict]:
     """Yield rows that compare both sides, with the allocator and threads of train.py."""
     machine.start_processes(train.Settings())
-    times, tokens = {}, torch.randint(0, 50257, (2, batch_size, T if shape == SHAPE else 16), device=DEVICE)
+    tokens = torch.randint(0, 50257, (2, batch_size, T if shape == SHAPE else 16), device=DEVICE)
     for dtype in DTYPES:
         steps = make_steps(shape, dtype, tokens)
         losses = {side: step() for side, step in steps.items()}
         assert max(losses.values()) - min(losses.values()) < 0.02, losses
-        times |= {(side, str(dtype)[6:]): seconds for side, seconds in alternate(steps, rounds).items()}
-    for terms, ours, hf in (('same', 'bfloat16', 'bfloat16'), ('same', 'float32', 'float32'),
-                            ('defaults', str(machine.pick_dtype('auto', DEVICE.type))[6:], 'float32')):
-        our_time, hf_time = times['ours', ours], times['hf', hf]
-        yield {'terms': terms, 'ours_dtype': ours, 'hf_dtype': hf,
-               'ours_tokens_per_s': round(tokens[0].numel() / our_time),
-               'hf_tokens_per_s': round(tokens[0].numel() / hf_time), 'ratio': round(hf_time / our_time, 3)}
+        seconds = alternate(steps, rounds)
+        yield {'terms': 'same', 'dtype': str(dtype)[6:],
+               'ours_tokens_per_s': round(tokens[0].numel() / seconds['ours']),
+               'hf_tokens_per_s': round(tokens[0].numel() / seconds['hf']),
+               'ratio': round(seconds['hf'] / seconds['ours'], 3)}
 
 
 def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds: int) -> dict:

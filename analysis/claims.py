@@ -16,7 +16,6 @@ claims.md, to out_dir.
 import statistics
 from dataclasses import dataclass
 from functools import cache
-from math import nan
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from analysis.scores import score_names
 from bench import RESULTS, one_line, where_and_when
 from common.files import UserError, friendly_errors
 from common.settings import check_ranges, load_settings
-from common.speculative import validation_drafts
+from common.speculative import DraftStatistics, validation_drafts
 
 HERE = Path(__file__).parent
 ALPHA = 0.05  # family-wise significance level of a paper's tests
@@ -101,58 +100,56 @@ def select_claims(only: str) -> list[Claim]:
 # ---- the statistics of a run, computed once: claims share runs and statistics ----
 
 @cache
-def later_gradient(run: Run) -> dict[str, float]:
-    """Return r(p, k) of `analysis.gradient_flow` as a geometric mean over k = 1 to 96."""
+def later_gradients(run: Run) -> list[float]:
+    """Return r(p, k) of `analysis.gradient_flow` by stream, a geometric mean over k = 1 to 96."""
     s = gradient_flow.fitted(gradient_flow.Settings(n_documents=16, block_size=256, max_k=96), [run])
-    means = gradient_flow.measure(run, s)[0][:, 1:].log().mean(1).exp().tolist()  # x and rho, or the only stream
-    return {'later gradient at x': means[0], 'later gradient where it predicts': means[-1]}
+    return gradient_flow.measure(run, s)[0][:, 1:].log().mean(1).exp().tolist()  # x and rho, or the only stream
 
 
 @cache
-def unrolls(run: Run) -> dict[str, float]:
-    """Return L and how much of the gap K = 3 closes, from `analysis.context_ready`."""
-    row = context_ready.row_of(run, context_ready.Settings(tokens=32_768))
-    gap = row['K=1'] - row['K=5']
-    return {'contraction L, windows pooled': nan if row['L_pooled'] == '' else row['L_pooled'],
-            'gap in perplexity that K = 3 closes': (row['K=1'] - row['K=3']) / gap if gap else nan}
+def unrolls(run: Run) -> dict:
+    return context_ready.row_of(run, context_ready.Settings(tokens=32_768))
+
+
+def closed_gap(run: Run) -> float:
+    row = unrolls(run)
+    return (row['K=1'] - row['K=3']) / (row['K=1'] - row['K=5'])
 
 
 @cache
-def drafts(run: Run) -> dict[str, float]:
+def drafts(run: Run) -> DraftStatistics:
     model, data = figures.load(run, figures.ModelSettings())
-    found = validation_drafts(model, data, run.settings.block_size, 16)
-    return {'tokens accepted a draft': found.accepted_per_step,
-            'first drafted token accepted': found.accepted_at[0] / found.tried_at[0]}
+    return validation_drafts(model, data, run.settings.block_size, 16)
 
 
-def gpn_states(run: Run) -> dict[str, float]:
-    """Return statistics of `analysis.gpn_state`, from eight batches of eight validation windows."""
-    rows = gpn_state.rows_of(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
-    return {name: number for part, name, _, number in rows if part == 'mean direction'}
-
-
-def levels_solved(run: Run) -> dict[str, float]:
-    """Return the mean of the last logged scores of a pointer-chasing run."""
-    return {'levels solved': statistics.mean(run.logged(name)[-1] for name in score_names(run, ('levels_solved',)))}
-
-
-def far_probe(run: Run) -> dict[str, float]:
+def far_probe(run: Run) -> float:
     """Return the loss of the last probe of `analysis.probes`."""
     s = probes.Settings(offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3)
-    return {'nats of a probe 20 ahead': probes.measure(run, s)[-1]}
+    return probes.measure(run, s)[-1]
 
 
-STATISTICS = {  # name: function(run) -> dict that has this name as a key
-    'loss': lambda run: {'loss': run.final_loss()},
-    'later gradient at x': later_gradient,
-    'later gradient where it predicts': later_gradient,
-    'contraction L, windows pooled': unrolls,
-    'gap in perplexity that K = 3 closes': unrolls,
-    'tokens accepted a draft': drafts,
-    'first drafted token accepted': drafts,
+def levels_solved(run: Run) -> float:
+    """Return the mean of the last logged scores of a pointer-chasing run."""
+    return statistics.mean(run.logged(name)[-1] for name in score_names(run, ('levels_solved',)))
+
+
+def unigram_correlation(run: Run) -> float:
+    """Return a number of `analysis.gpn_state`, from eight batches of eight validation windows."""
+    rows = gpn_state.rows_of(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
+    return next(number for _, name, _, number in rows if name == 'rank correlation with the unigram')
+
+
+STATISTICS = {  # name: function(run)
+    'loss': Run.final_loss,
+    'later gradient at x': lambda run: later_gradients(run)[0],
+    'later gradient where it predicts': lambda run: later_gradients(run)[-1],
+    'contraction L, windows pooled': lambda run: unrolls(run)['L_pooled'],
+    'gap in perplexity that K = 3 closes': closed_gap,
+    'tokens accepted a draft': lambda run: drafts(run).accepted_per_step,
+    'first drafted token accepted': lambda run: drafts(run).accepted_at[0] / drafts(run).tried_at[0],
     'nats of a probe 20 ahead': far_probe,
     'levels solved': levels_solved,
-    'rank correlation with the unigram': gpn_states,
+    'rank correlation with the unigram': unigram_correlation,
 }
 
 
@@ -274,8 +271,7 @@ def measured(side: str | float, statistic: str, runs: dict[str, list[Run]]) -> t
         return [*map(float, row['losses'].split())], row['tokens'], f'bench/results/{side}'
     settings = runs[side][0].settings
     command = ['python train.py', *arguments(side), f'--learning_rate={settings.learning_rate}']
-    numbers = [STATISTICS[statistic](run)[statistic] for run in runs[side]]
-    return numbers, settings.max_tokens, ' '.join(command)
+    return [*map(STATISTICS[statistic], runs[side])], settings.max_tokens, ' '.join(command)
 
 
 def measured_rows(claims: list[Claim], folders: dict[str, list[Path]]) -> dict[str, dict]:

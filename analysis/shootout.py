@@ -184,26 +184,16 @@ def table(labels: dict[str, str], runs: dict[tuple[str, str], list[Path]], decod
 
 def markdown(rows: list[dict], s: Settings) -> str:
     """Return the text of RESULTS.md."""
-    standard = rows[0]
-    columns = {f'{kind}_{length}': f'{what}, {length:,}' for kind, what in (
-        ('tokens_per_s', 'tokens/s'), ('state_bytes', 'bytes of state')) for length in CONTEXTS}
-    decoding = [{'model': r['model'], **{what: f'{r[key]:,.0f}' for key, what in columns.items()}}
-                for r in rows if r['equal'] == 'tokens']
     lines = ['# Every architecture side by side', '',
              f'{one_line(where_and_when())}. Data {s.data}, {s.batch_size} windows of {s.block_size} tokens per step, '
-             f'{s.jobs} runs at a time. Losses in nats per token, with 95% intervals over {s.seeds} seeds.', '',
-             f'Standard has {s.n_layer} layers of {s.n_embd} and trains for {standard["tokens"]:,} tokens, which takes '
-             f'{standard["flops"]:.3g} FLOPs: the budget. Learning rates are searched at equal tokens and used for '
-             'all three budgets.']
+             f'{s.jobs} runs at a time. Losses in nats per token, with 95% intervals over {s.seeds} seeds. Standard '
+             f'has {s.n_layer} layers of {s.n_embd}. Learning rates are searched at equal tokens and used for all '
+             'three budgets. Speed and state of decoding are in shootout.csv.', '',
+             '![loss over training FLOPs, decoding time and state](shootout.png)', '',
+             '![loss minus that of Standard](shootout_gaps.png)', '']
     for budget in BUDGETS:
-        lines += ['', f'## Equal {budget}', '', compare.loss_table([r for r in rows if r['equal'] == budget])]
-    lines += ['', '## Decoding', '',
-              'Batch size 1, after the given number of random context tokens. The models were trained on windows of '
-              f'{s.block_size} tokens, so with longer contexts only times and sizes are meaningful. Bytes are the size '
-              'of the cache for that context, in the dtype of the weights.', '',
-              figures.markdown_table(decoding), '',
-              '![loss over training FLOPs, decoding time and state](shootout.png)', '',
-              '![loss minus that of Standard](shootout_gaps.png)', '']
+        table = compare.loss_table([r for r in rows if r['equal'] == budget])
+        lines += [f'## Equal {budget}', '', table, '']
     return '\n'.join(lines)
 
 

@@ -2,9 +2,9 @@
 
     python -m bench.context_ready [--toy]
 
-One sequence, random weights at the table's shapes; eager, on a GPU also as a CUDA graph. Reports
-speed, and weights read per token, relative to the Roformer. `ms_at_T` is the time of a token after
-T others; in the paper it grows by less than 4% from T = 100 to 10,000.
+One sequence, random weights at the table's shapes; eager, on a GPU also as a CUDA graph. `ms_at_T`
+is the time of a token after T others; in the paper it grows by less than 4% from T = 100 to 10,000.
+`analysis.context_ready` has the multiply-adds and the cache size of a token.
 """
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def decode_eagerly(decoder: Decoder) -> None:
 
 
 def figures(toy: bool) -> Iterator[dict]:
-    """Yield decoding speed and weights read per token, relative to the Roformer of each pair."""
+    """Yield decoding speed, absolute and relative to the Roformer of each pair."""
     pairs, new, dtype = TOY_PAIRS if toy else PAIRS, 2 if toy else NEW, decoding_dtype('auto', DEVICE.type)
     lengths, modes = LENGTHS[:1] if toy else LENGTHS, {'eager': decode_eagerly}
     if GPU:
@@ -41,8 +41,6 @@ def figures(toy: bool) -> Iterator[dict]:
         torch.manual_seed(0)
         models = {i: Model(Config(n_head=16, prefill_tol=1, **values)).eval().to(DEVICE, dtype)
                   for i, values in enumerate(pair)}  # prefill_tol: an approximate prefill is enough for timing
-        # a token reads only one row of the embedding
-        read = [count_parameters(model) - model.embed.weight.numel() for model in models.values()]
         for mode, step in modes.items():
             speeds, at = decoding_speeds(models, [16], new, 9, step), decoding_speeds(models, lengths, 4, step=step)
             for i, values in enumerate(pair):
@@ -50,9 +48,7 @@ def figures(toy: bool) -> Iterator[dict]:
                        'correction': i == 0, 'million_parameters': round(count_parameters(models[i]) / 1e6),
                        'tokens_per_s': round(speeds[i, 16], 1),
                        'speed_over_roformer': round(speeds[i, 16] / speeds[1, 16], 2),
-                       **{f'ms_at_{T}': round(1000 / at[i, T], 2) for T in lengths},
-                       'weights_read_over_roformer': round(read[i] / read[1], 2),
-                       'cache_bytes_per_token': 2 * dtype.itemsize * values['n_layer'] * values['n_embd']}
+                       **{f'ms_at_{T}': round(1000 / at[i, T], 2) for T in lengths}}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,14 +1,14 @@
 """Prefill and decoding of the SPS family, relative to Standard (SPS paper, table 2).
 
     python -m bench.inference         on a GPU: five scales, 16 sequences of 1024 + 3072 tokens
-    python -m bench.inference --scales=xs,s --methods=sps,sps_window_0 --batch=4 --new=128
+    python -m bench.inference --scales=xs,s --batch=4 --new=128
     python -m bench.inference --toy
 
 The defaults on a GPU are the paper's protocol. Weights are random, in fp32 (as the paper's memory
 column implies) or bf16. On a GPU, matmuls and cache are in bf16 either way, and each method decodes
-with CUDA graphs. Speed: the methods take turns in one process; medians of `rounds` after a warm-up
-round. Memory: one process per method, minus what was used before the model was made. 'held' is the
-paper's peak, weights and cache after decoding; 'peak' is the highest value at any moment.
+with CUDA graphs. Speed: the methods take turns in one process; medians of two rounds after a
+warm-up round. Memory: one process per method, minus what was used before the model was made. 'held'
+is the paper's peak, weights and cache after decoding; 'peak' is the highest value at any moment.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,31 +17,27 @@ from typing import Literal
 
 import torch
 
-from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
+from bench import DEVICE, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
 from common.decoding import generate
-from common.files import ROOT, UserError
+from common.files import ROOT
 from common.settings import check_ranges, read_config_file
+
+METHODS = 'standard', 'two_x_memory', 'delayed_state', 'sps'  # of table 2
 
 
 @dataclass
 class Settings:
     scales: tuple[str, ...] = ('xs', 's', 'm', 'l', 'xl') if GPU else ('xs',)  # sizes: config/standard_<scale>.py
-    methods: tuple[str, ...] = ('two_x_memory', 'delayed_state', 'sps')  # also reverse_sps and sps_window_0
     batch: int = 16 if GPU else 4  # number of sequences
     prompt: int = 1024 if GPU else 256  # prompt tokens per sequence
     new: int = 3072 if GPU else 128  # decoded tokens per sequence
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of the weights
-    rounds: int = 2  # timed rounds, after a warm-up round
     toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
 
     def __post_init__(self):
         if self.toy:
             self.scales, self.batch, self.prompt, self.new = ('toy',), 2, 8, 4
-        check_ranges(self, batch=1, prompt=1, new=1, rounds=1)
-        self.names = list(dict.fromkeys(['standard', *self.methods]))
-        for name in self.names:
-            if name not in FAMILY:
-                raise UserError(f'methods has {name!r}: expected {", ".join(FAMILY)}')
+        check_ranges(self, batch=1, prompt=1, new=1)
 
 
 def ready_model(name: str, scale: str, s: Settings):
@@ -75,10 +71,10 @@ def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
 
 def speed(scale: str, s: Settings) -> Iterator[dict]:
     """Yield rows of end-to-end and prefill throughput."""
-    models = {name: ready_model(name, scale, s) for name in s.names}
+    models = {name: ready_model(name, scale, s) for name in METHODS}
     for what, n_new in (('end to end', s.new), ('prefill', 1)):
         sides = {name: lambda model=model, n_new=n_new: decode(model, n_new, s) for name, model in models.items()}
-        seconds = alternate(sides, s.rounds, warmup=1)
+        seconds = alternate(sides, 2, warmup=1)
         n_tokens = s.batch * (n_new if what == 'end to end' else s.prompt)
         yield {'scale': scale, 'dtype': s.dtype, 'what': f'throughput, {what}',
                'standard tokens/s': round(n_tokens / seconds['standard'], 1),
@@ -89,7 +85,7 @@ def figures(**values) -> Iterator[dict]:
     s = Settings(**values)
     for scale in s.scales:
         yield from speed(scale, s)
-        used = {name: memory(name, scale, s) if s.toy else isolated(memory, name, scale, s) for name in s.names}
+        used = {name: memory(name, scale, s) if s.toy else isolated(memory, name, scale, s) for name in METHODS}
         for what in ('held', 'peak', 'cache'):
             n_bytes = {name: of_method[what] for name, of_method in used.items()}
             n_bytes['standard'] = max(1, n_bytes['standard'])  # may be 0 at toy size

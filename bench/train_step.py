@@ -23,7 +23,7 @@ import bench
 import model_standard
 import train
 from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
-from common import families, gpu, machine, models
+from common import families, machine, models
 from common.settings import check_ranges
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
@@ -97,11 +97,9 @@ def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds
     seconds = alternate({name: our_step(model, tokens, dtype, compile=GPU)
                          for name, model in models.items()}, rounds, warmup=3)
     torch.compiler.reset()  # torch.compile allows only eight versions of one forward
-    tokens_per_s, peak = tokens[0].numel() / seconds['standard'], gpu.peak_flops(DEVICE, dtype)
     return {'terms': 'time over standard', 'dtype': str(dtype)[6:], 'n_layer': shape['n_layer'], 'T': T,
-            'batch': batch_size, 'documents': True, 'standard_tokens_per_s': round(tokens_per_s),
-            'standard_mfu': peak and round(models['standard'].flops_per_token(T) * tokens_per_s / peak, 3)
-            } | over_standard(seconds)
+            'batch': batch_size, 'documents': True,
+            'standard_tokens_per_s': round(tokens[0].numel() / seconds['standard']), **over_standard(seconds)}
 
 
 def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:

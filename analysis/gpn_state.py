@@ -65,13 +65,12 @@ def geometry(x):
     """
     x = x.double()
     mean, norms = x.mean(0), x.norm(dim=-1)
-    centered = x - mean
-    deviation, covariance = centered.std(0), centered.T @ centered / len(x)
+    deviation, covariance = x.std(0), torch.cov(x.T, correction=0)
     variance, components = torch.linalg.eigh(covariance)
     variance = variance.flip(0).clamp(min=0)
     share = variance.cumsum(0) / variance.sum()
     first_centered, first = components[:, -1], torch.linalg.eigh(covariance + torch.outer(mean, mean))[1][:, -1]
-    correlation = (centered.T @ centered / (len(x) - 1)) / (deviation[:, None] * deviation).clamp(min=1e-12)
+    correlation = torch.corrcoef(x.T).nan_to_num()  # nan: a dimension that does not change
     correlation = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)]
     off = correlation.abs()
     numbers = {

@@ -75,8 +75,7 @@ def make_steps(shape: dict, dtype, tokens) -> dict[str, Callable[[], float]]:
 # ---- beside Hugging Face ----
 
 def beside_hugging_face(shape: dict, rounds: int, batch_size: int) -> Iterator[dict]:
-    """Yield rows that compare both sides, with the allocator and threads of train.py."""
-    machine.start_processes(train.Settings())
+    """Yield rows that compare both sides."""
     tokens = torch.randint(0, 50257, (2, batch_size, T if shape == SHAPE else 16), device=DEVICE)
     for dtype in DTYPES:
         steps = make_steps(shape, dtype, tokens)
@@ -103,7 +102,6 @@ def beside_standard(methods, shape: dict, T: int, batch_size: int, dtype, rounds
 
 
 def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:
-    machine.start_processes(train.Settings())
     shape, lengths = (TOY_SHAPE, [16]) if toy else (dict(n_layer=6, n_head=6, n_embd=384), [1024, 256])
     for T in lengths:
         for dtype in DTYPES:
@@ -146,7 +144,6 @@ def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
 
 def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
     """Yield the rows of the training-cost table. At toy size memory is not measured."""
-    machine.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
     base = None if toy else isolated(peak_memory, *ntp, batch_size)
     for side in OBJECTIVES:
@@ -169,6 +166,7 @@ def figures(toy: bool, batch_size: int) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    machine.start_processes(train.Settings())  # both sides have the allocator and threads of train.py
     measure(argv, Settings, train_step=figures, objectives=objectives)
 
 

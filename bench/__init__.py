@@ -1,6 +1,6 @@
 """Side-by-side benchmarks. Both sides take turns, and noise cancels in the ratio of their times.
 
-    python -m bench.profile s       a training step of Standard and SPS: speed, memory, kernels
+    python -m bench.profile s       a training step of Standard, then of SPS: speed, memory, kernels
     python -m bench.train_step      training steps, compared with Hugging Face Llama;
                                     `objectives`: NextLat, MTP, JTP, BST, relative to GPT
     python -m bench.generate        decoding, compared with Hugging Face generate

@@ -5,8 +5,9 @@
 
 A step is one micro-batch of config/standard_<scale>.py or config/sps_<scale>.py on random documents
 of 1,000 tokens. The models run one after the other, each in a process of its own, because two large
-ones do not fit. MFU counts the pattern without documents, as in the log. `estimate` is the peak by
---dry_run. Then come the 25 kernels of a step that take longest, by torch.profiler.
+ones do not fit. (bench.train_step has the ratio, measured in turns.) MFU counts the pattern without
+documents, as in the log. `estimate` is the peak by --dry_run. Then come the 25 kernels of a step
+that take longest, by torch.profiler.
 """
 import functools
 from collections.abc import Callable, Iterator
@@ -77,12 +78,8 @@ def longest_kernels(side: str, step: Callable) -> list[dict]:
 
 
 def figures(scale: str, toy: bool) -> Iterator[dict]:
-    ms = {}
     for side in ('standard', 'sps'):
-        rows = measure_model(side, scale, toy) if toy else isolated(measure_model, side, scale, toy)
-        ms[side] = rows[0]['ms']
-        yield from rows
-    yield {'scale': scale, 'ms over standard': round(ms['sps'] / ms['standard'], 3)}
+        yield from measure_model(side, scale, toy) if toy else isolated(measure_model, side, scale, toy)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,19 +11,7 @@ from scipy.stats import t as student
 from test_compare import finished_run
 
 from analysis import claims, compare
-from analysis.claims import (
-    CLAIMS,
-    DESCRIBED,
-    OPPOSITE,
-    RUNS,
-    STATISTICS,
-    SUPPORTED,
-    UNSEEN,
-    Claim,
-    Settings,
-    judge,
-    smallest_effect,
-)
+from analysis.claims import CLAIMS, DESCRIBED, OPPOSITE, RUNS, SUPPORTED, UNSEEN, Claim, judge
 from analysis.figures import read_csv
 from common.run_settings import read_settings
 from train import Settings as TrainSettings
@@ -62,7 +50,7 @@ def test_intervals_and_p_values_equal_textbook_formulas():
 
 
 def test_the_smallest_effect_is_found_with_its_power():
-    effect = smallest_effect(sd=2.0, seeds=5, alpha=0.05)
+    effect = claims.smallest_effect(sd=2.0, seeds=5, alpha=0.05)
     rng = torch.Generator().manual_seed(0)
     draws = effect + 2.0 * torch.randn(100_000, 5, generator=rng)
     t = draws.mean(1) / (draws.std(1) / 5 ** 0.5)
@@ -138,7 +126,7 @@ def test_every_claim_names_runs_a_statistic_and_a_test_that_exist():
     for claim in CLAIMS:
         compared = '.csv: ' in claim.ours and '.csv: ' in str(claim.other)
         assert compared or claim.ours in RUNS and (claim.other in RUNS or isinstance(claim.other, float)), claim.name
-        assert claim.statistic in STATISTICS and claim.paper in claims.PAPERS, claim.name
+        assert claim.statistic in claims.STATISTICS and claim.paper in claims.PAPERS, claim.name
         assert claim.direction in ('lower', 'higher'), claim.name
     assert {side for claim in CLAIMS for side in (claim.ours, claim.other) if side in RUNS} == set(RUNS)
 
@@ -153,7 +141,7 @@ def test_learning_rates_are_searched_only_for_loss_claims(tmp_path, monkeypatch)
     monkeypatch.setattr(compare, 'train_all', lambda cells, jobs: None)
     monkeypatch.setattr(claims, 'set_best_rates',
                         lambda methods, jobs: [setattr(method, 'rate', 2 * method.rate) for method in methods.values()])
-    runs = claims.train(Settings(seeds=2), claims.select_claims('cr_contraction,nextlat_ntp'), tmp_path)
+    runs = claims.train(claims.Settings(seeds=2), claims.select_claims('cr_contraction,nextlat_ntp'), tmp_path)
     assert runs['cr_d2'][1].name == 'cr_d2_lr0.00044_seed2'
     assert runs['ntp'][0].name == 'ntp_lr0.0088_seed1'
 

@@ -2,16 +2,20 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, STEP_TOKENS, TINY, bit_flips, losses, run, run_subprocess, succeeded
 
+import model_standard
 import train
+from attn_kernels import Mask
 from common import checkpoint, machine, models, run_settings
 from common.dry_run import state_bytes
 from common.files import UserError
+from common.parallel import full_tensor, shard_model
 from data import open_data
 
 STEPS = 50
@@ -29,7 +33,6 @@ MODELS = {
     'context_ready_tied': ['--model=context_ready', '--variant=tied', '--learning_rate=1e-3'],
     'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
 }
-QUICK = ['standard']  # a long test covers the others
 
 # Runs several trainings in the same processes, to start them only once.
 SEVERAL = '''
@@ -39,38 +42,6 @@ end, os._exit = os._exit, lambda code: None
 for argv in json.load(open(sys.argv[1])):
     train.main(argv)
 end(0)
-'''
-
-
-# Checkpointed, compiled, sharded blocks: prints whether each is one graph, and its gradient error.
-# It uses PyTorch's attention, because our CPU attention runs outside graphs and would split it.
-COMPILED_SHARDED = '''
-import torch
-import model_standard
-from attn_kernels import Mask
-from common.parallel import shard_model
-from model_standard import Config, Model
-
-model_standard.make_mask = lambda *args, **options: Mask('causal')
-
-def nodes(graph, inputs):
-    called = str([node.target for part in graph.modules() if hasattr(part, 'graph') for node in part.graph.nodes])
-    are_whole.append('scaled_dot_product_attention' in called and 'silu' in called)
-    return graph
-
-torch.distributed.init_process_group('gloo')
-are_whole, gradients, idx = [], [], torch.arange(40).view(2, 20)
-for in_parts in (False, True):
-    torch.manual_seed(0)
-    model = Model(Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None, checkpoint_blocks=True))
-    if in_parts:
-        for block in model.blocks:
-            block.compile(backend=nodes)
-        shard_model(model, torch.device('cpu'), None)
-    model(idx, idx)['loss'].backward()
-    gradients.append([getattr(p.grad, 'full_tensor', lambda: p.grad)() for p in model.parameters()])
-print(all(are_whole), max((a - b).abs().max().item() for a, b in zip(*gradients)))
-torch.distributed.destroy_process_group()
 '''
 
 
@@ -118,19 +89,18 @@ def copy_up_to(source, out, step):
 
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
-    """Train <model>_ddp and <model>_fsdp on two processes; return their parent folder."""
+    """Train standard_ddp and standard_fsdp on two processes; return their parent folder."""
     folder = tmp_path_factory.mktemp('parallel')
     result = train_several(folder, 2, [
-        arguments(tiny_data, folder / f'{model}_{kind}', model, f'--parallel={kind}', '--sample_tokens=8')
-        for model in QUICK for kind in ('ddp', 'fsdp')])
+        arguments(tiny_data, folder / f'standard_{kind}', 'standard', f'--parallel={kind}', '--sample_tokens=8')
+        for kind in ('ddp', 'fsdp')])
     assert 'weights sharded over 2 processes' in result.stdout
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('model', QUICK)
-def test_fsdp_gives_the_losses_and_checkpoints_of_ddp(trained, model):
-    sharded, copied = trained / f'{model}_fsdp', trained / f'{model}_ddp'
+def test_fsdp_gives_the_losses_and_checkpoints_of_ddp(trained):
+    sharded, copied = trained / 'standard_fsdp', trained / 'standard_ddp'
     assert is_close(sharded, copied)
     (state, tensors), (its_state, its_tensors) = (checkpoint.load_checkpoint(out, True) for out in (sharded, copied))
     assert state['optimizer'] == its_state['optimizer'] and tensors.keys() == its_tensors.keys()
@@ -162,29 +132,48 @@ def test_ranks_come_from_torchrun_or_the_environment(monkeypatch, environment, r
     assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
 
 
-def test_waiting_for_other_processes_prints_a_line_after_ten_seconds(monkeypatch, capsys):
-    for name, value in dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7').items():
+def test_waiting_for_other_processes_and_a_taken_port_are_said(monkeypatch, capsys):
+    """The timer is not started here."""
+    environment = dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7', MASTER_PORT='29500')
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv('MASTER_PORT', '1')
-    timers = []
-
-    def never_fires(seconds, function, args, kwargs):
-        timers.append((seconds, function, args, kwargs))
-        return SimpleNamespace(start=lambda: None, cancel=lambda: timers.append('cancelled'))
-    monkeypatch.setattr(machine.threading, 'Timer', never_fires)
-    monkeypatch.setattr(machine.dist, 'init_process_group', timers.append)
-    monkeypatch.setattr(machine.atexit, 'register', lambda function: None)
-    machine.init_distributed('gloo')
-    (seconds, function, args, kwargs), *rest = timers
+    with (mock.patch.object(machine.threading, 'Timer') as timer, mock.patch.object(machine.atexit, 'register'),
+          mock.patch.object(dist, 'init_process_group') as start):
+        machine.init_distributed('gloo')
+        seconds, function, args, kwargs = timer.call_args.args
+        start.side_effect = dist.DistNetworkError('EADDRINUSE\nmore')
+        with pytest.raises(UserError, match=r'at node7:29500 \(EADDRINUSE\).* set MASTER_PORT'):
+            machine.init_distributed('gloo')
     function(*args, **kwargs)
-    assert seconds == 10 and rest == ['gloo', 'cancelled']
+    assert seconds == 10 and timer().cancel.call_count == 2
     assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
 
 
-def test_checkpointed_sharded_blocks_are_compiled_whole(tmp_path):
-    done = succeeded(run_on_processes(1, tmp_path, COMPILED_SHARDED))
-    is_whole, difference = done.stdout.split()
-    assert is_whole == 'True' and float(difference) < 1e-6
+def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
+    """Each is one graph. With PyTorch's attention, because ours runs outside graphs on a CPU."""
+    are_whole, gradients, idx = [], [], torch.arange(40).view(2, 20)
+
+    def nodes(graph, inputs):
+        called = str([node.target for part in graph.modules() if hasattr(part, 'graph') for node in part.graph.nodes])
+        are_whole.append('scaled_dot_product_attention' in called and 'silu' in called)
+        return graph
+    monkeypatch.setattr(model_standard, 'make_mask', lambda *args, **options: Mask('causal'))
+    config = model_standard.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None,
+                                   checkpoint_blocks=True)
+    torch.compiler.reset()
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    for in_parts in (False, True):
+        torch.manual_seed(0)
+        model = model_standard.Model(config)
+        if in_parts:
+            for block in model.blocks:
+                block.compile(backend=nodes)
+            shard_model(model, torch.device('cpu'), None)
+        model(idx, idx)['loss'].backward()
+        gradients.append([full_tensor(p.grad) for p in model.parameters()])
+    dist.destroy_process_group()
+    assert are_whole and all(are_whole)
+    assert all((a - b).abs().max() < 1e-6 for a, b in zip(*gradients))
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import assert_sentence, config_json, contents, run, succeeded, train_tiny
 
 import train
@@ -73,17 +72,6 @@ def test_threads_follow_the_setting_or_omp_or_cores_and_quota(monkeypatch, tmp_p
     monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
     machine.set_threads(threads, local_world)
     assert chosen == ([] if expected is None else [expected])
-
-
-def test_a_port_that_is_taken_is_named(monkeypatch):
-    def in_use(backend):
-        raise dist.DistNetworkError('EADDRINUSE\nmore')
-    monkeypatch.setenv('MASTER_ADDR', 'here')
-    monkeypatch.setenv('MASTER_PORT', '29500')
-    monkeypatch.setattr(machine, 'ranks', lambda: (0, 2, 0, 2))
-    monkeypatch.setattr(dist, 'init_process_group', in_use)
-    with pytest.raises(UserError, match=r'at here:29500 \(EADDRINUSE\).* set MASTER_PORT'):
-        machine.init_distributed('gloo')
 
 
 def test_a_home_folder_is_expanded_on_the_command_line(monkeypatch, tmp_path, tiny_run):

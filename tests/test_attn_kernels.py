@@ -158,29 +158,22 @@ def test_editing_sees_changes_training_and_decoding(variant, edit, monkeypatch, 
     assert capsys.readouterr().err == ''
 
 
-@torch.no_grad()  # a CPU trains with tiles
+@torch.no_grad()  # masks of training are other ones
 def test_masks_without_documents_are_kept_until_the_pattern_changes():
-    model, T = pattern(), 40
-    first = K.make_mask(model, T, 'cpu')
-    assert first.kind == 'causal' and K.make_mask(model, T, 'cpu') is first
-    with torch.enable_grad():
-        assert K.make_mask(model, T, 'cpu').kind == 'tiles'
-    model.reach = 3
-    assert K.make_mask(model, T, 'cpu').kind == 'tiles'
-    model.reach = 2 ** 30
-    assert copy.deepcopy(model).kept_masks == {} and K.make_mask(model, T, 'cpu').kind == 'causal'
-    model.sees = lambda q, k: (k.pos <= q.pos) & (k.pos != 5)
-    assert K.make_mask(model, T, 'cpu').kind == 'tiles'
-    assert K.make_mask(pattern('sps'), T, 'cpu', keys=BOTH).kind == 'tiles'
+    """That is its code, a number or a buffer."""
+    model, idx = make('standard'), some_tokens(1, 40)
     model.register_buffer('far', torch.tensor(2))
-    model.sees = [lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos <= model.far), pattern(window=3).sees,
-                  pattern(window=9).sees]
-    seen = [sum((bias == 0).sum().item() for _, _, bias in mask.data) for mask in K.make_mask(model, T, 'cpu')]
-    assert seen == [sum(min(i, w) + 1 for i in range(T)) for w in (2, 3, 9)]
-    model.far.fill_(5)
-    assert sum((bias == 0).sum().item() for _, _, bias in K.make_mask(model, T, 'cpu')[0].data) == sum(
-        min(i, 5) + 1 for i in range(T))
-    assert len(model.kept_masks) == 3
+    near = lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos <= model.far)
+    before = model.logits(idx)
+    assert K.make_mask(model, 40, 'cpu') is K.make_mask(model, 40, 'cpu')
+    for edit in (lambda: setattr(model, 'reach', 3), lambda: setattr(model, 'sees', near), lambda: model.far.fill_(5)):
+        edit()
+        logits = model.logits(idx)
+        assert not torch.equal(logits, before)
+        assert torch.equal(logits, copy.deepcopy(model).logits(idx))  # a copy has no masks yet
+        before = logits
+    model.sees = [near, pattern(window=3).sees]
+    assert all(a is b for a, b in zip(K.make_mask(model, 40, 'cpu'), K.make_mask(model, 40, 'cpu')))
 
 
 @pytest.mark.parametrize('window, slots', [(None, 100), (0, 4), (5, 9), (200, 100)])

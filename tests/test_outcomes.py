@@ -12,7 +12,7 @@ from test_analysis import write_run
 
 import train
 from analysis import figures, seeds, tables, tokens_to_match, window_sweep
-from analysis.runs import Run, finished
+from analysis.runs import Run
 from common.settings import read_config_file
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=32)
@@ -38,15 +38,6 @@ def drawn(folder, module, *args):
 def write_results(folder, results, **settings):
     with open(f'{folder}/eval.jsonl', 'a') as file:
         file.write(json.dumps({'settings': settings, 'results': results}) + '\n')
-
-
-def test_final_losses_come_from_finished_runs(tmp_path, capsys):
-    whole = write_run(tmp_path / 'whole', [4.0, 3.0, 2.5], settings={'max_tokens': 200})
-    cut = write_run(tmp_path / 'cut', [4.0, 3.0], seed=1, settings={'max_tokens': 200})
-    again = write_run(tmp_path / 'again', [4.0, 3.0, 2.0], settings={'max_tokens': 200})
-    assert [run.final_loss() for run in finished([*map(Run, (whole, cut, again))])] == [2.5]
-    told = capsys.readouterr().err
-    assert 'cut was last evaluated at 100 of 200 tokens' in told and 'including the seed (0)' in told
 
 
 # ---- seeds ----

@@ -41,6 +41,7 @@ scans.KERNELS_ON_CPU = False
 TINY = ['--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=32', '--batch_size=4', '--warmup_tokens=256',
         '--learning_rate=1e-2', '--eval_tokens=640', '--eval_interval=10', '--log_interval=1', '--save_interval=5',
         '--sample_tokens=0', '--threads=1', '--device=cpu', '--dtype=float32']
+NO_SIZES = TINY[3:]  # without the model's options
 STEP_TOKENS = 4 * 32
 MODELS = ['standard', 'sps', 'context_ready', 'nextlat', 'gpn', 'gdn', 'mtp', 'jtp', 'bst']
 

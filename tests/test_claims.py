@@ -11,36 +11,14 @@ from scipy.stats import t as student
 from test_compare import finished_run
 
 from analysis import claims, compare
-from analysis.claims import CLAIMS, DESCRIBED, OPPOSITE, RUNS, SUPPORTED, UNSEEN, Claim, judge
+from analysis.claims import CLAIMS, DESCRIBED, OPPOSITE, RUNS, SUPPORTED, UNSEEN, Claim
 from analysis.figures import read_csv
 from common.run_settings import read_settings
 from train import Settings as TrainSettings
 
-LOW, HIGH, WIDE = [1.0, 1.01, 0.99], [1.2, 1.21, 1.18], [0.8, 1.3, 1.1]
-
-
-def verdict_of(judged, tested=True):
-    """Return a claim's verdict as if its paper had no other."""
-    claim = Claim('a', 'sps', '5', 'says', '1', 'sps', 'lower', 0.0, tested=tested)
-    with mock.patch.object(claims, 'CLAIMS', [claim]):
-        return claims.add_verdicts([{'name': 'a', 'paper': 'sps', 'seeds': 3, **judged}])['a']['verdict']
-
-
-@pytest.mark.parametrize(('ours', 'other', 'direction', 'margin', 'verdict'), [
-    (LOW, HIGH, 'lower', 0, SUPPORTED),
-    (HIGH, LOW, 'lower', 0, OPPOSITE),
-    (LOW, WIDE, 'lower', 0, UNSEEN),
-    (HIGH, LOW, 'lower', 0.3, SUPPORTED),  # `other` leads by less than the margin
-    (LOW, [1.011, 1.02, 1.001], 'lower', 0, SUPPORTED),  # paired differences are close to 0.01
-    (LOW, [0.5], 'lower', 0, OPPOSITE),  # a single number is a constant
-    (LOW, [0.5], 'higher', 0, SUPPORTED)])
-def test_t_test_gives_the_verdict(ours, other, direction, margin, verdict):
-    found = judge(ours, other, direction, margin)
-    assert (verdict_of(found), verdict_of(found, tested=False)) == (verdict, DESCRIBED)
-
 
 def test_intervals_and_p_values_equal_textbook_formulas():
-    found = judge(LOW, WIDE, 'higher', 0.1)
+    found = claims.judge([1.0, 1.01, 0.99], [0.8, 1.3, 1.1], 'higher', 0.1)
     gaps = [1.0 - 0.8, 1.01 - 1.3, 0.99 - 1.1]
     mean, error = statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(3)
     assert found['difference'] == pytest.approx(mean)
@@ -83,7 +61,8 @@ def test_claims_can_be_judged_in_several_calls(tmp_path, monkeypatch):
         Claim('a', 'sps', '5', 'less', '1 and 2', 'sps', 'lower', 'standard', tested=True),
         Claim('b', 'sps', '5', 'no higher', '1 and 1', 'sps_w0', 'lower', 'sps', tested=True, margin=0.2),
         Claim('c', 'gpn', '6', 'more', '3', 'standard', 'higher', 2.5, tested=True),
-        Claim('d', 'sps', '5', 'less', '', 'a.csv: new', 'lower', 'a.csv: old')])
+        Claim('d', 'gpn', '6', 'less', '', 'sps_w0', 'lower', 'sps', tested=True),
+        Claim('e', 'sps', '5', 'less', '', 'a.csv: new', 'lower', 'a.csv: old')])
     monkeypatch.setattr(claims, 'RESULTS', tmp_path)
     out, trained = tmp_path / 'out', set()
 
@@ -105,19 +84,19 @@ def test_claims_can_be_judged_in_several_calls(tmp_path, monkeypatch):
     first, _ = judged('a')
     assert list(first) == ['a'] and trained == {'sps', 'standard'}
     rows, text = judged('b,gpn')
-    assert [row['verdict'] for row in rows.values()] == [SUPPORTED, SUPPORTED, OPPOSITE]
+    assert [row['verdict'] for row in rows.values()] == [SUPPORTED, SUPPORTED, OPPOSITE, UNSEEN]
     assert rows['a'] == first['a'] and float(rows['a']['p_holm']) == 2 * float(first['a']['p'])
     assert [*map(float, rows['a']['our_numbers'].split())] == losses['sps']
     assert '--learning_rate=0.0009' in rows['a']['other_command'] and rows['c']['other_command'] == ''
-    assert '3 claims: 2 supported, 0 not seen at this size, 1 opposite here, 0 described' in text
+    assert '4 claims: 2 supported, 1 not seen at this size, 1 opposite here, 0 described' in text
     claims.CLAIMS[0] = replace(claims.CLAIMS[0], margin=0.1)  # a changed claim, so its numbers are outdated
-    assert list(judged('b')[0]) == ['b', 'c']
+    assert list(judged('b')[0]) == ['b', 'c', 'd']
     (tmp_path / 'a.csv').write_text('model,tokens,losses\nold,7,2.0 2.5 3.0\n')
-    with mock.patch.object(claims, 'CLAIMS', claims.CLAIMS[3:]):  # a comparison that has not been run
+    with mock.patch.object(claims, 'CLAIMS', claims.CLAIMS[4:]):  # a comparison that has not been run
         assert_sentence(run('-m', 'analysis.claims', f'--out_dir={out}'), 'have not been run: a.csv: new')
     (tmp_path / 'a.csv').write_text('model,tokens,losses\nold,7,2.0 2.5 3.0\nnew,7,1.0 1.5 2.0\n')
-    rows, _ = judged('d')
-    assert (rows['d']['difference'], rows['d']['our_command'], rows['d']['verdict'], rows['d']['p']) == (
+    row = judged('e')[0]['e']
+    assert (row['difference'], row['our_command'], row['verdict'], row['p']) == (
         '-1.0', 'bench/results/a.csv: new', DESCRIBED, '')
 
 

@@ -51,18 +51,16 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
     ('--count=x', "count is 'x' on the command line: expected int"),
     ('--count', 'count is True on the command line: expected int; write --count=VALUE'),
     ('--flag=1', 'flag is 1 on the command line: expected bool'),
-    ('--limit=a', 'expected int or None'),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
     ('--name=', "name is '' on the command line: expected text or None"),
     ('--count=' + '[' * 5000, "count is '[[["),
     ('--sizes=1,x', "sizes is 'x' on the command line: expected int"),
-    ('--sizes=1.5', 'sizes is 1.5 on the command line: expected int'),
     ('--sizes', 'sizes is True on the command line: expected int separated by commas; write --sizes=VALUE'),
     ('--lengths=4,aut', "expected 'auto' or int; did you mean 'auto'?"),
     ('--rates=1,nan', 'rates is '), ('--rate=--4', "rate is '--4'"),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
-    ('--count=\0', 'expected int'), ('--rate=1e400', 'rate is inf on the command line'),
+    ('--count=\0', 'expected int'),
     *((f'--{name}={number}', f'{name} is ') for name in ('count', 'rate', 'limit') for number in (
         'nan', 'inf', '-1e400', '1e18', '-1e18', '9' * 40, '9' * 5000))])
 def test_bad_values_give_a_clear_error(arg, sentence):
@@ -72,13 +70,14 @@ def test_bad_values_give_a_clear_error(arg, sentence):
 
 
 def test_config_files_can_import_another_and_the_command_line_wins(tmp_path):
+    """Then settings that only the file's model has are left out."""
     path = tmp_path / 'mine.py'
-    path.write_text('from config.standard_m import *\nimport math\nfrom math import sqrt\n'
+    path.write_text('from config.gpn_small import *\nimport math\nfrom math import sqrt\n'
                     'n_layer = int(math.sqrt(49))\n_private = 1\nseed = 2e3\n')
-    settings, _, given = load_settings(train.Settings, [str(path), '--seed=5'], config_of=run_settings.config_class)
-    assert given == {'n_layer': 7, 'n_head': 16, 'n_embd': 1024, 'warmup_tokens': 100_000_000, 'micro_batch_size': 6,
-                     'seed': 5}
-    assert settings.seed == 5
+    settings, _, given = load_settings(train.Settings, [str(path), '--seed=5', '--model=standard'],
+                                       config_of=run_settings.config_class)
+    assert (settings.model, settings.seed, given['n_layer'], given['block_size']) == ('standard', 5, 7, 256)
+    assert given['seed'] == 5 and 'd_emb' not in given
 
 
 @pytest.mark.parametrize('text, sentence', [
@@ -116,12 +115,6 @@ def test_sps_runs_decay_and_evaluate_like_the_official_code():
         assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
         assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)
     assert '--max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'reproduce/sps.py').read_text()  # 20M tokens
-
-
-def test_model_settings_of_a_config_file_are_dropped_for_another_model():
-    _, _, given = load_settings(train.Settings, ['config/gpn_small.py', '--model=standard'],
-                                config_of=run_settings.config_class)
-    assert given['model'] == 'standard' and 'learning_rate' in given and 'd_emb' not in given
 
 
 def test_a_missing_config_file_suggests_the_nearest_in_any_working_directory(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, assert_sentence, run, succeeded
+from conftest import NO_SIZES, ROOT, assert_sentence, run, succeeded
 from safetensors.torch import load_file
 
 from analysis.figures import read_csv
@@ -31,9 +31,7 @@ ANALYSES = {  # of the model's paper, with options for tiny runs
     'context_ready': (['context_ready', '--tokens=64'],),
     'nextlat': (['probes', '--offsets=2', '--steps=2', '--eval_tokens=64'],),
     'gpn': (['gpn_state', '--batches=2', '--batch_size=2', '--unigram_tokens=1000'],)}
-TINY = ('--block_size=32', '--batch_size=2', '--max_tokens=256', '--warmup_tokens=0', '--eval_interval=2',
-        '--eval_tokens=64', '--log_interval=1', '--save_interval=2', '--sample_tokens=0', '--threads=1',
-        '--dtype=float32', '--device=cpu', '--learning_rate=1e-3')
+SHORT = (*NO_SIZES, '--max_tokens=512')  # four steps
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def train(out, *args):
 def everything(model, name, data, folder):
     """Use a model, under a name, with all scripts. Returns the numbers and the messages."""
     documents = '--mask_documents=False' if model in ('gpn', 'gdn') else '--mask_documents=True'
-    on_data, own, standard = [f'--data={data}', documents, *TINY], folder / 'own', folder / 'standard'
+    on_data, own, standard = [f'--data={data}', documents, *SHORT], folder / 'own', folder / 'standard'
     said = [train(own, f'--model={name}', *on_data, *SIZES.get(model, OTHERS)),
             train(standard, '--model=standard', *on_data, *OTHERS)]
     shutil.rmtree(checkpoints(own)[0])
@@ -129,7 +127,7 @@ def mine(repository, tmp_path):
 def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, tmp_path):
     config, out = tmp_path / 'config.py', tmp_path / 'run'
     config.write_text(f'model = {str(mine)!r}\nwidths = 3, 4\ngate_bias = -2\n')
-    train(out, config, f'--data={tiny_data}', *TINY, *OTHERS, '--rates=-1,2.5', '--kind=b')
+    train(out, config, f'--data={tiny_data}', *SHORT, *OTHERS, '--rates=-1,2.5', '--kind=b')
     record = json.loads((out / 'config.json').read_text())
     assert record['model'] == record['settings']['model'] == 'mine'
     values = models.saved_config(runs.read_run(out), out)
@@ -159,7 +157,7 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
     """After an edit, every script says so in one line; with --code=run, nothing has changed."""
     path, out = repository / 'model_mine.py', tmp_path / 'run'
     shutil.copy(ROOT / 'model_standard.py', path)
-    train(out, '--model=mine', f'--data={tiny_data}', *TINY, *OTHERS)
+    train(out, '--model=mine', f'--data={tiny_data}', *SHORT, *OTHERS)
     assert (out / 'code/model_mine.py').read_text() == path.read_text().replace('from attn', 'from .attn')
 
     def use(*options):
@@ -247,7 +245,7 @@ def test_copies_include_every_form_of_import_and_compiled_files_are_ignored(mine
     out = tmp_path / 'run'
     mine.write_text(MINE.replace('from model_standard import Model as Standard, Config as Base',
                                  'import model_standard as standard\nStandard, Base = standard.Model, standard.Config'))
-    train(out, f'--model={mine}', f'--data={tiny_data}', *TINY, *OTHERS)
+    train(out, f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
     assert 'from . import model_standard as standard' in (out / 'code/model_mine.py').read_text()
     (tmp_path / 'evil.py').write_text(HOSTILE)
     cached = importlib.util.cache_from_source(str(out / 'code/model_mine.py'))
@@ -260,5 +258,5 @@ def test_copies_include_every_form_of_import_and_compiled_files_are_ignored(mine
     assert_sentence(again, 'the copy in a run: use --code=run')
     (out / 'code/notes.py').write_text('mine')
     assert (out / 'config.json').read_bytes() == before
-    train(out, '--model=standard', '--overwrite', f'--data={tiny_data}', *TINY, *OTHERS)
+    train(out, '--model=standard', '--overwrite', f'--data={tiny_data}', *SHORT, *OTHERS)
     assert {path.name for path in (out / 'code').glob('*.py')} == {'notes.py', 'model_standard.py', 'attn_kernels.py'}

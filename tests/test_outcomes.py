@@ -11,7 +11,7 @@ from scipy.stats import t as student
 from test_analysis import write_run
 
 import train
-from analysis import figures, seeds, tables, tokens_to_match, window_sweep
+from analysis import figures, seeds, tables, tokens_to_match
 from analysis.runs import Run
 from common.settings import read_config_file
 
@@ -138,16 +138,6 @@ def test_a_window_sweep_has_one_line_per_method(tmp_path):
         (sps, '0', 3.3, '3'), (sps, '64', 3.05, '2'), (sps, 'all', 3.1, '2'), (reverse, '0', 4.0, '1'),
         (reverse, '64', 3.3, '1'), ('standard', 'all', 3.25, '1')]
     assert 'sps, method=sps 64 3.05' in ' '.join(found.stdout.split())
-
-
-def test_figures_draw_only_what_was_measured():
-    point = {'mean': 3.0, 'lowest': 2.9, 'highest': 3.1, 'seeds': 2}
-    lines = {'sps': [point | {'window': window} for window in ('0', '64')], 'standard': [point | {'window': 'all'}]}
-    axes, = window_sweep.plot(lines).axes
-    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == 'o'] == [['0', '64']]
-    axes, = seeds.plot([{'label': 'a', 'mean': 3.0, 'low': 2.9, 'high': 3.1},
-                        {'label': 'b', 'mean': 3.0, 'low': None, 'high': None}], {'a': [2.95, 3.05], 'b': [3.0]}).axes
-    assert [bar.has_yerr for bar in axes.containers] == [True, False]
 
 
 # ---- scaling ----

@@ -80,45 +80,27 @@ def test_only_a_folder_need_not_be_flushed_to_disk(tmp_path, monkeypatch):
         sync(tmp_path / 'file')
 
 
-def test_modes_and_removals_that_the_file_system_refuses_do_not_stop_a_save(run_folder, monkeypatch):
-    """An old checkpoint that cannot be removed is left to the next save."""
-    def keep(path, ignore_errors):
-        assert ignore_errors
-    with monkeypatch.context() as patch:
-        patch.setattr(os, 'chmod', refuse)
-        patch.setattr(shutil, 'rmtree', keep)
-        checkpoint.save_checkpoint(run_folder, 3, {'w': torch.full((3,), 3.0)}, {'step': 3})
-        checkpoint.remove_older(run_folder, 3, keep=1, always=None)
-    assert load(run_folder) == (3, 3.0) and len(checkpoint.checkpoints(run_folder)) == 3
-    checkpoint.save_checkpoint(run_folder, 4, {'w': torch.full((3,), 4.0)}, {'step': 4})
-    checkpoint.remove_older(run_folder, 4, keep=1, always=None)
-    assert [path.name for path in (run_folder / 'ckpt').iterdir()] == ['step_00000004']
-
-
 def test_a_save_does_not_create_a_run_folder_that_was_moved(run_folder, tmp_path_factory):
     moved = run_folder.rename(tmp_path_factory.mktemp('other') / 'run')
     with pytest.raises(UserError, match='No such file or directory.* find the folder if it was moved'):
-        checkpoint.save_checkpoint(run_folder, 3, {'w': torch.ones(3)}, {'step': 3})
+        save(run_folder, 3)
     assert not run_folder.exists() and load(moved) == (2, 2.0)
 
 
 # ---- log.jsonl ----
 
-def test_a_log_continues_after_a_truncated_line(tmp_path, capsys):
-    def step(n, loss):
-        return {'step': n, 'tokens': 9 * n, 'seconds': 0.5, 'loss': loss}
-    (tmp_path / 'log.jsonl').write_text(f'{json.dumps(step(1, 2.5))}\n{json.dumps(step(2, 2.25))}\n{{"step": 3, "lo')
+def test_a_log_continues_after_damaged_and_truncated_lines(tmp_path, capsys):
+    """A value of a wrong type damages its line."""
+    first, second = ({'step': n, 'tokens': 9 * n, 'seconds': 0.5, 'loss': 2.5} for n in (1, 2))
+    values = ('"step": "2"', '"step": 1e400', '"val": Infinity', '"val": {}', '"val": null', '"tokens": "9"',
+              '"seconds": true', '"lr": ' + '9' * 400)
+    damaged = ['[1]', *(f'{{"step": 1, "tokens": 9, "seconds": 1.0, {value}}}' for value in values)]
+    lines = json.dumps(first), *damaged, json.dumps(second), '{"step": 3, "lo'
+    (tmp_path / 'log.jsonl').write_text('\n'.join(lines))
     with runs.open_log(tmp_path, 1) as log:
-        log.write(json.dumps(step(2, 2.125)) + '\n')
-    assert runs.read_log(tmp_path) == [step(1, 2.5), step(2, 2.125)]
-    assert 'skipped 1 damaged line' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('values', ['"step": "2"', '"step": 1e400', '"val": Infinity', '"val": {}', '"val": null',
-                                    '"tokens": "9"', '"seconds": true', '"lr": ' + '9' * 400])
-def test_a_line_of_the_log_with_a_wrong_type_is_lost_and_counted(tmp_path, values, capsys):
-    (tmp_path / 'log.jsonl').write_text('{"step": 1, "tokens": 9, "seconds": 1.0, ' + values + '}\n[1]\n')
-    assert runs.read_log(tmp_path) == [] and 'skipped 2 damaged lines' in capsys.readouterr().err
+        log.write(json.dumps(second | {'loss': 2.125}) + '\n')
+    assert runs.read_log(tmp_path) == [first, second | {'loss': 2.125}]
+    assert 'skipped 10 damaged lines' in capsys.readouterr().err
 
 
 def test_an_evaluation_after_a_cut_line_is_kept(tmp_path):
@@ -201,8 +183,12 @@ def test_stray_files_are_ignored_and_permissions_follow_the_umask(tiny_run, tmp_
 @pytest.fixture
 def run_folder(tmp_path):
     for step in (1, 2):
-        checkpoint.save_checkpoint(tmp_path, step, {'w': torch.full((3,), float(step))}, {'step': step})
+        save(tmp_path, step)
     return tmp_path
+
+
+def save(folder, step):
+    checkpoint.save_checkpoint(folder, step, {'w': torch.full((3,), float(step))}, {'step': step})
 
 
 def load(folder):
@@ -230,15 +216,23 @@ def test_a_flipped_bit_in_a_checkpoint_falls_back_to_the_previous_one(tiny_run, 
     assert checkpoint.load_checkpoint(out, moments=True)[0]['step'] == newest
 
 
-def test_old_checkpoints_and_damaged_later_ones_are_removed(run_folder):
-    assert load(run_folder) == (2, 2.0)
+def test_old_checkpoints_and_damaged_later_ones_are_removed(run_folder, monkeypatch):
+    """A file system may refuse modes and removals: then the next save removes them."""
+    def keep(path, ignore_errors):
+        assert ignore_errors
     for step in (8, 9):
         shutil.copytree(run_folder / 'ckpt/step_00000002', run_folder / f'ckpt/step_0000000{step}')
         (run_folder / f'ckpt/step_0000000{step}/model.safetensors').write_bytes(b'')
-    checkpoint.save_checkpoint(run_folder, 3, {'w': torch.full((3,), 3.0)}, {'step': 3})
-    checkpoint.remove_older(run_folder, 3, keep=1, always=1)
-    assert load(run_folder) == (3, 3.0)
-    assert [p.name for p in checkpoint.checkpoints(run_folder)] == ['step_00000003', 'step_00000001']
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'chmod', refuse)
+        patch.setattr(shutil, 'rmtree', keep)
+        save(run_folder, 3)
+        checkpoint.remove_older(run_folder, 3, keep=1, always=1)
+    assert len(checkpoint.checkpoints(run_folder)) == 5
+    save(run_folder, 4)
+    checkpoint.remove_older(run_folder, 4, keep=1, always=1)
+    assert load(run_folder) == (4, 4.0)
+    assert [path.name for path in checkpoint.checkpoints(run_folder)] == ['step_00000004', 'step_00000001']
 
 
 # ---- non-finite numbers ----

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import analysis.context_ready
 import analysis.runs
-import attn_kernels
 import model_context_ready
 import model_standard
 from common import runs
@@ -325,21 +324,6 @@ def test_a_converted_model_has_the_logits_of_its_source(variant, block):
     assert model.adopt(converted) is converted
     with pytest.raises(ValueError, match='cannot be converted'):
         make(variant='block_head').adopt(dict(make(K=1).named_parameters()))
-
-
-# ---- compiling ----
-
-@pytest.mark.slow
-def test_compiled_unrolls_end_when_attention_is_in_the_graph(monkeypatch):
-    """Compiled code may run a generator to its end."""
-    def make_mask(model, T, device, doc_start):
-        q, k = attn_kernels.sequence(T, (0,), device, doc_start), attn_kernels.sequence(T, (0,), device)
-        return attn_kernels.dense_mask(model, model.sees, q, k)
-    monkeypatch.setattr(model_context_ready, 'make_mask', attn_kernels.outside_graphs(make_mask))
-    model, idx = make(K=3).train(), tokens()
-    want = model(idx, idx)['loss']
-    torch._dynamo.reset()
-    assert torch.allclose(torch.compile(model, backend='aot_eager')(idx, idx)['loss'], want, atol=1e-5)
 
 
 # ---- sizes and costs ----

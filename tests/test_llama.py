@@ -104,24 +104,6 @@ def test_a_round_trip_is_bitwise_and_returns_the_family(name, tmp_path):
     assert again.generate(idx, max_new_tokens=1, do_sample=False)[:, -1].equal(logits[:, -1].argmax(-1))
 
 
-def test_import_reads_the_weights_that_transformers_loads(tmp_path):
-    """model.safetensors has priority over an index; a tied table may have either name."""
-    make_folder(tmp_path / 'folder', 'Llama 3')
-    config, path = tmp_path / 'folder/config.json', tmp_path / 'folder/model.safetensors'
-    tensors = load_file(path)
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    save_file(zeros, tmp_path / 'folder/model-old.safetensors')
-    (tmp_path / 'folder/model.safetensors.index.json').write_text(json.dumps(
-        {'metadata': {}, 'weight_map': dict.fromkeys(tensors, 'model-old.safetensors')}))
-    model = import_run(tmp_path / 'folder', tmp_path / 'resaved')[0]
-    assert torch.equal(model.norm.weight, tensors['model.norm.weight'])
-    config.write_text(json.dumps(json.loads(config.read_text()) | {'tie_word_embeddings': True}))
-    tensors['lm_head.weight'] = tensors.pop('model.embed_tokens.weight')
-    save_file(tensors, path)
-    model = import_run(tmp_path / 'folder', tmp_path / 'tied')[0]
-    assert torch.equal(model.embed.weight[:257], tensors['lm_head.weight'])
-
-
 NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn.o_proj.bias'
 
 

@@ -99,21 +99,17 @@ def trained(tiny_data, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_fsdp_gives_the_losses_and_checkpoints_of_ddp(trained):
+def test_two_processes_log_and_save_what_one_does(trained, tiny_data, tmp_path):
+    """With FSDP as with DDP."""
+    succeeded(run('train.py', *arguments(tiny_data, tmp_path / 'alone', 'standard')))
     sharded, copied = trained / 'standard_fsdp', trained / 'standard_ddp'
-    assert is_close(sharded, copied)
+    alone, both = losses(tmp_path / 'alone'), losses(copied)
+    assert alone.keys() == both.keys() and is_close(sharded, copied)
+    for step in alone:
+        assert both[step] == pytest.approx(alone[step], rel=1e-4, abs=1e-4), step
     (state, tensors), (its_state, its_tensors) = (checkpoint.load_checkpoint(out, True) for out in (sharded, copied))
     assert state['optimizer'] == its_state['optimizer'] and tensors.keys() == its_tensors.keys()
     assert all(torch.allclose(tensors[name], its_tensors[name], atol=1e-4) for name in tensors)
-
-
-@pytest.mark.slow
-def test_two_processes_log_what_one_logs(trained, tiny_data, tmp_path):
-    succeeded(run('train.py', *arguments(tiny_data, tmp_path / 'alone', 'standard')))
-    alone, both = (losses(out) for out in (tmp_path / 'alone', trained / 'standard_ddp'))
-    assert alone.keys() == both.keys()
-    for step in alone:
-        assert both[step] == pytest.approx(alone[step], rel=1e-4, abs=1e-4), step
 
 
 @pytest.mark.parametrize('environment, ranks, is_child', [

@@ -317,17 +317,6 @@ def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values, rows, 
     assert estimate == pytest.approx(live.peak, rel=0.1)
 
 
-def test_live_bytes_count_each_storage_while_it_is_alive():
-    with LiveBytes() as live:
-        x = torch.zeros(1000)
-        view, (values, order) = x.view(10, 100), x.sort()  # 4,000 bytes, none, 4,000 and 8,000
-        assert live.live == live.peak == 16_000
-        del x, values
-        assert live.live == 12_000 and live.peak == 16_000  # the view keeps the storage of x
-        del view, order
-    assert live.live == 0
-
-
 @pytest.mark.slow
 def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

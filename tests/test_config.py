@@ -2,7 +2,6 @@
 import dataclasses
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -130,9 +129,7 @@ def test_printed_commands_work_in_the_current_directory(tmp_path, monkeypatch):
     assert command('-m', 'analysis.scores', 'a') == f'PYTHONPATH={os.path.relpath(ROOT)} python -m analysis.scores a'
 
 
-@pytest.mark.parametrize('doc', [__doc__, None])  # None: python -OO
-def test_help_lists_every_setting_with_type_default_and_comment(capsys, monkeypatch, doc):
-    monkeypatch.setattr(sys.modules[__name__], '__doc__', doc)
+def test_help_lists_every_setting_with_type_default_and_comment(capsys):
     with pytest.raises(SystemExit) as exit:
         load_settings(Example, ['--help'], config_of=run_settings.config_class)
     text = capsys.readouterr().out

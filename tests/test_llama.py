@@ -198,18 +198,6 @@ def test_an_imported_model_can_be_finetuned_as_any_architecture(name, args, keep
         assert (theirs(idx).logits[..., :257] - logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize('name, model, parts', [
-    ('Llama 2', ['--model=context_ready'], ['does not fit this model']),
-    ('Mistral', ['--model=nextlat', '--objective=ntp'], ['cannot be converted to this model', 'window'])])
-def test_incompatible_architectures_give_a_clear_error(name, model, parts, tiny_data, tmp_path):
-    make_folder(tmp_path / 'folder', name)
-    import_run(tmp_path / 'folder', tmp_path / 'source')
-    assert_sentence(start_from(tmp_path / 'source', tmp_path / 'run', tiny_data, *model), *parts)
-    if name == 'Mistral':  # sps does not use the window of the source
-        succeeded(start_from(tmp_path / 'source', tmp_path / 'sps', tiny_data, '--model=sps'))
-        assert runs.read_run(tmp_path / 'sps')['model_config']['window'] == 64
-
-
 @pytest.mark.parametrize('in_config, in_generation, has_end', [
     ('END', None, True), (256, [256, 'END'], True), (['END', 256], 256, True), (256, 256, False)])
 def test_every_eos_id_is_printed_ends_texts_and_is_exported(in_config, in_generation, has_end, tmp_path, capsys):

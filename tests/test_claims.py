@@ -49,8 +49,8 @@ def test_later_gradients_are_geometric_means_of_the_first_and_the_last_stream(mo
     monkeypatch.setattr(claims.gradient_flow, 'fitted', lambda s, runs: s)
     monkeypatch.setattr(claims.gradient_flow, 'measure', lambda run, s: (run.double(), 0))
     for streams in (ratios, ratios[:1]):
-        assert STATISTICS['later gradient at x'](streams) == pytest.approx(4)
-        assert STATISTICS['later gradient where it predicts'](streams) == pytest.approx(2 if len(streams) == 2 else 4)
+        first, last = (claims.STATISTICS[f'later gradient {where}'](streams) for where in ('at x', 'where it predicts'))
+        assert first == pytest.approx(4) and last == pytest.approx(2 if len(streams) == 2 else 4)
 
 
 # ---- the table ----

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -91,15 +92,13 @@ def test_a_bug_of_an_edited_model_keeps_its_traceback():
 
 
 def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path, monkeypatch):
-    (tmp_path / 'wandb.py').write_text('def init(**settings):\n    raise RuntimeError("no api_key")\n')
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, 'wandb', mock.Mock(**{'init.side_effect': RuntimeError('no api_key')}))
     out, option = tmp_path / 'new', '--wandb_project=p'
     old = shutil.copytree(tiny_run, tmp_path / 'old')
     before = contents(old)
     assert_sentence(train_tiny(tiny_data, out, option), 'no api_key', 'wandb login')
     assert_sentence(train_tiny(tiny_data, old, option, '--overwrite'), 'no api_key')
     assert not out.exists() and contents(old) == before
-    del sys.modules['wandb']
     monkeypatch.setattr(train, 'train_step', lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_tiny(tiny_data, out)

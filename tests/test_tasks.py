@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_sentence, run, succeeded, train_tiny
+from conftest import assert_sentence, run, succeeded
 
 from common import models, runs
 from common.files import UserError
@@ -19,6 +19,9 @@ from data.tokenizers import load_tokenizer
 
 CHASE, STAR, GRID = ('pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6',
                      'manhattan:grid=6,steps=20,length=128')
+TRAIN = ['train.py', '--n_layer=2', '--n_head=2', '--n_embd=16', '--batch_size=8', '--warmup_tokens=0',
+         '--learning_rate=1e-2', '--eval_interval=4', '--log_interval=1', '--save_interval=4', '--threads=1',
+         '--device=cpu', '--dtype=float32']
 
 
 def words_of(d, ids):
@@ -432,8 +435,8 @@ def test_a_walk_is_valid_if_it_follows_streets_and_ends_at_its_goal(way, is_vali
 @pytest.mark.slow
 def test_scores_are_logged_and_eval_and_sample_support_tasks(tmp_path):
     out = tmp_path / 'chase'
-    result = succeeded(train_tiny(f'{CHASE},val_rows=50', out, '--block_size=52', '--batch_size=8', '--eval_interval=4',
-                                  '--eval_tokens=9999', '--sample_tokens=100', f'--max_tokens={8 * 8 * 52}'))
+    result = succeeded(run(*TRAIN, f'--data={CHASE},val_rows=50', '--block_size=52', f'--max_tokens={8 * 8 * 52}',
+                           f'--out_dir={out}'))
     assert all(part in result.stdout for part in ('unlimited generated rows', 'levels_solved', 'Q G|'))
     log = {record['step']: record for record in runs.read_log(out)}
     assert [step for step in log if 'accuracy_2' in log[step]] == [4, 8] and 0 <= log[8]['accuracy_0'] <= 1

@@ -95,6 +95,20 @@ class Settings:
         check_ranges(self, **dict.fromkeys(counts, 1), **dict.fromkeys(amounts, 0), keep_checkpoints=2, shard=2,
                      decay_fraction=(0, 1), beta1=(0, 1 - 1e-9), beta2=(0, 1 - 1e-9))
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.block_size
+
+    @property
+    def n_steps(self) -> int:
+        return math.ceil(self.max_tokens / self.tokens_per_step)
+
+    @property
+    def last_before_decay(self) -> int | None:
+        """Last step before wsd's decay, from which --extend continues; None without wsd."""
+        is_wsd = self.schedule == 'wsd'
+        return int(self.max_tokens * (1 - self.decay_fraction) // self.tokens_per_step) if is_wsd else None
+
 
 MIN_BF16_PARAMETERS = 1_000_000  # from this size on, bf16 pays off on CPUs that have it; at 0.8M it may be slower
 
@@ -163,7 +177,7 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[di
     if hasattr(model, 'begin_step'):
         model.begin_step(random.Random(f'{s.seed} {step}'))
     for group in optimizer.param_groups:
-        group['lr'] = learning_rate(s, (step + 1) * s.batch_size * s.block_size)
+        group['lr'] = learning_rate(s, (step + 1) * s.tokens_per_step)
     parts = {}
     for idx, targets, share, loss_share, is_last in micro_batches(model, data, s, step, machine):
         parallel.reduce_gradients(model, ddp, is_last)  # only on the last micro-batch
@@ -235,7 +249,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 
 # ---- the training run ----
 
-def make_model(s, config, data, record, machine) -> torch.nn.Module:
+def make_model(s, config, data, machine) -> torch.nn.Module:
     """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
     torch.manual_seed(s.seed)
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
@@ -245,7 +259,7 @@ def make_model(s, config, data, record, machine) -> torch.nn.Module:
     if s.init_from:
         from common.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
-        load_initial_weights(s, record, model, idx.to(machine.device))
+        load_initial_weights(s, model, idx.to(machine.device))
     machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= MIN_BF16_PARAMETERS)
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
@@ -258,7 +272,7 @@ class Meter:
     """Measure speed and training time, excluding evaluation and checkpointing."""
 
     def __init__(self, s, model, machine, step, seconds):
-        self.tokens_per_step, self.seconds, self.machine = s.batch_size * s.block_size, seconds, machine
+        self.tokens_per_step, self.seconds, self.machine = s.tokens_per_step, seconds, machine
         self.flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
         self.peak = machine.peak_flops()
         self.restart(step)
@@ -279,7 +293,7 @@ class Meter:
 
 def train(s, config, data, record, machine, argv):
     """Train a model. record: config.json of the run to continue. argv: the command line."""
-    model = make_model(s, config, data, record, machine)
+    model = make_model(s, config, data, machine)
     compiled = machine.compiled(model, s.compile)
     if s.parallel == 'fsdp' and machine.world > 1:
         parallel.shard_model(model, machine.device, s.shard)
@@ -290,30 +304,29 @@ def train(s, config, data, record, machine, argv):
         step, seconds = restore(s, model, optimizer)
     ddp = parallel.wrap_ddp(model, compiled, machine.device)
     records = runs.Records(s, config, data, machine, step)
-    n_steps, last_before_decay = runs.n_steps(s), runs.last_before_decay(s)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
     if machine.compiles:
         print('The first step and the first validation compile the model, which takes a minute or so.', flush=True)
 
-    progress(f'step {step}/{n_steps}')
+    progress(f'step {step}/{s.n_steps}')
     with catch_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)
-        while step < n_steps and not stopping:
+        while step < s.n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # stop after this step
             parts, norm = train_step(model, ddp, optimizer, data, s, step, machine, skips)
             step += 1
-            log_due, save_due, eval_due = (step % n == 0 or step == n_steps for n in (
+            log_due, save_due, eval_due = (step % n == 0 or step == s.n_steps for n in (
                 s.log_interval, s.save_interval, s.eval_interval))
-            save_due |= stopping or step == last_before_decay  # --extend starts from last_before_decay
+            save_due |= stopping or step == s.last_before_decay  # --extend starts from last_before_decay
             if not (log_due or save_due or eval_due):
                 continue
             lr = optimizer.param_groups[0]['lr']
             values = parallel.all_reduce(torch.stack([value.float() for value in parts.values()])).tolist()
-            line = {'step': step, 'tokens': step * meter.tokens_per_step, 'lr': lr, **dict(zip(parts, values)),
+            line = {'step': step, 'tokens': step * s.tokens_per_step, 'lr': lr, **dict(zip(parts, values)),
                     'grad_norm': norm.item(), **meter.read(step), **read_skips(s, step, skips, lr)}
-            minutes_left = (n_steps - step) * meter.tokens_per_step / line['tokens_per_s'] / 60
-            progress(f'step {step}/{n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
+            minutes_left = (s.n_steps - step) * s.tokens_per_step / line['tokens_per_s'] / 60
+            progress(f'step {step}/{s.n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')
             if eval_due:
                 with parallel.gather_weights(model):

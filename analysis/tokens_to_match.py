@@ -18,7 +18,6 @@ from analysis import figures
 from analysis.loss_curves import set_axes
 from analysis.runs import curve, curves_by_size, finished, group_by
 from common.files import UserError
-from common.runs import last_before_decay
 
 LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # settings of length and decay
 
@@ -44,7 +43,7 @@ def constant_rate(runs: list) -> Curve:
         is_wsd = s.schedule == 'wsd'
         before = int(s.max_tokens * (1 - s.decay_fraction)) if is_wsd else s.max_tokens
         points += [p for p in curve(same_length) if (not ends or p['tokens'] > ends[-1][0])
-                   and p['tokens'] >= s.warmup_tokens and (not is_wsd or p['step'] <= last_before_decay(s))]
+                   and p['tokens'] >= s.warmup_tokens and (not is_wsd or p['step'] <= s.last_before_decay)]
         if not points:
             raise UserError(f'{same_length[0]}: no evaluation between warm-up and decay')
         ends.append((before, points[-1]))

@@ -226,7 +226,8 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None) -> 
         if error is None:
             return state, tensors
         warn_once(f'checkpoint {path} is damaged ({error}); trying the previous one')
-    raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load')
+    before = '' if up_to is None else f' of step {up_to} or earlier'
+    raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint{before} to load')
 
 
 def read_checkpoint(path: Path, files) -> tuple[dict, dict]:

@@ -97,28 +97,29 @@ def inherit_model_settings(s, given: dict) -> tuple:
 
 def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
     """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""
-    log = Path(s.out_dir) / 'log.jsonl'
-    if checkpoint.checkpoints(s.out_dir) and s.resume:
-        return checkpoint.restore_training(s.out_dir, model, optimizer)
-    if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
-        raise UserError(f'{s.out_dir} has no checkpoint, but its log lists one: copy {s.out_dir}/ckpt back, or start '
-                        'again with --overwrite instead of --resume')
-    if not s.extend:  # killed before the first checkpoint
-        return 0, 0.0
-    up_to = runs.last_before_decay(replace(s, max_tokens=runs.read_run(s.extend)['settings']['max_tokens']))
-    if not checkpoint.checkpoints(s.extend, up_to):
-        before = '' if up_to is None else f' from before its decay, which begins after step {up_to}'
-        raise UserError(f'{s.extend} has no checkpoint{before}, so it cannot be extended: train a new run')
-    return checkpoint.restore_training(s.extend, model, optimizer, up_to)
+    source, up_to, log = s.out_dir, None, Path(s.out_dir) / 'log.jsonl'
+    if not has_checkpoint(s):
+        if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
+            raise UserError(f'{source} has no checkpoint, but its log lists one: copy {source}/ckpt back, or start '
+                            'again with --overwrite instead of --resume')
+        if not s.extend:  # killed before the first checkpoint
+            return 0, 0.0
+        planned = runs.read_run(s.extend)['settings']['max_tokens']
+        source, up_to = s.extend, replace(s, max_tokens=planned).last_before_decay
+    return checkpoint.restore_training(source, model, optimizer, up_to)
 
 
-def load_initial_weights(s, record, model: torch.nn.Module, idx: torch.Tensor) -> None:
-    """Load the weights of s.init_from, unless the run continues from a checkpoint of its own.
+def has_checkpoint(s) -> bool:
+    """Return True if the run is resumed from a checkpoint of its own."""
+    return s.resume and bool(checkpoint.checkpoints(s.out_dir))
 
-    record: config.json of the run to continue, None if new. If the model's `adopt` adds new
-    weights, check on idx (B, T) that the logits are unchanged.
+
+def load_initial_weights(s, model: torch.nn.Module, idx: torch.Tensor) -> None:
+    """Load the weights of s.init_from, unless the run continues from a checkpoint.
+
+    If the model's `adopt` adds new weights, check on idx (B, T) that the logits are unchanged.
     """
-    if s.extend or record and checkpoint.checkpoints(s.out_dir):
+    if s.extend or has_checkpoint(s):
         return
     source = s.init_from
     state, tensors = checkpoint.load_checkpoint(source)

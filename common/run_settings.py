@@ -87,7 +87,7 @@ def describe(s, model, data) -> None:
     n_parameters = models.count_parameters(model)
     print(f'model {s.model}: {n_parameters:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
           f'data {data.folder}: {amount}\n'
-          f'{runs.n_steps(s):,} steps of {s.batch_size} x {s.block_size} = {s.batch_size * s.block_size:,} tokens'
+          f'{s.n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.tokens_per_step:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
     constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
     if s.warmup_tokens > constant_until:

@@ -137,18 +137,6 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
                         f'with {want["tokenizer"]!r} ({want["n_ids"]}): use data with that tokenizer')
 
 
-# ---- the length of a run ----
-
-def n_steps(s) -> int:
-    return math.ceil(s.max_tokens / (s.batch_size * s.block_size))
-
-
-def last_before_decay(s) -> int | None:
-    """Return the last step before wsd's decay, from which --extend continues; None without wsd."""
-    tokens_per_step = s.batch_size * s.block_size
-    return int(s.max_tokens * (1 - s.decay_fraction) // tokens_per_step) if s.schedule == 'wsd' else None
-
-
 # ---- creating, replacing and removing a run ----
 
 def check_out_dir(folder, overwrite: bool) -> None:
@@ -268,7 +256,7 @@ class Records:
         if self.log:
             os.fsync(self.log.fileno())  # so that the log is never behind the checkpoint
         save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
-                      last_before_decay(self.s))
+                      self.s.last_before_decay)
         if self.log:
             self.log.write(json.dumps({'saved': step}) + '\n')
 

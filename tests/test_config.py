@@ -108,8 +108,8 @@ def test_sps_runs_decay_and_evaluate_like_the_official_code():
     s40, s100 = (run_settings.read_settings(train.Settings, args)[0] for args in (
         ['config/standard_s.py', '--max_tokens=40e9'], ['config/standard_xl.py', '--max_tokens=100e9']))
     for s, decay in ((s40, 36e9), (s100, 90e9)):
-        tokens_per_step = s.batch_size * s.block_size
-        assert 0 <= decay - runs.last_before_decay(s) * tokens_per_step < tokens_per_step
+        tokens_per_step = s.tokens_per_step
+        assert 0 <= decay - s.last_before_decay * tokens_per_step < tokens_per_step
         assert train.learning_rate(s, decay) == pytest.approx(6e-4) and train.learning_rate(s, 1.01 * decay) < 5.8e-4
         assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
         assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.files import UserError, locked, remove
+from common.files import UserError, locked
 from data.names import builtin_data, task_class
 from data.shards import BUILT, Data
 
@@ -35,8 +35,6 @@ def open_data(name):
             raise UserError(f'no data at {folder}: {expected}')
     if documents and not folder.exists():
         with locked(BUILT, wait=True):
-            for leftover in BUILT.glob('.*.????????'):  # of builders that were killed: others hold the lock
-                remove(leftover)
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
                 from data.tokenizers import load_tokenizer

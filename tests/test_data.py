@@ -185,10 +185,10 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named(copy):
 
 def test_what_killed_builders_left_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(data, 'BUILT', tmp_path / 'built')
-    (tmp_path / 'built/.texts-0123.89abcdef').mkdir(parents=True)
-    (tmp_path / 'text.txt').write_text('some words ' * 99)
-    folder = data.open_data(str(tmp_path / 'text.txt')).folder
-    assert {path.name for path in (tmp_path / 'built').iterdir()} == {folder.name, '.lock'}
+    (tmp_path / 'built/.python_docs.writing').mkdir(parents=True)
+    monkeypatch.setattr(python_docs, 'documents', lambda: [('train', 'a text'), ('val', 'another')])
+    data.open_data('python_docs')
+    assert {path.name for path in (tmp_path / 'built').iterdir()} == {'python_docs', '.lock'}
 
 
 @pytest.mark.parametrize('name, value', [('n_ids', 0), ('eos_id', 257), ('dtype', 'int8'), ('tokenizer', '../byte'),

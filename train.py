@@ -29,7 +29,7 @@ from common.files import UserError, command, friendly_errors
 from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import counted, validation_loss
-from data import has_data, open_data
+from data import open_data
 
 
 @dataclass
@@ -390,9 +390,7 @@ def main(argv: list[str] | None = None) -> str:
                 with parallel.rank_0_first():  # rank 0 builds missing data
                     try:
                         data = open_data(s.data)
-                    except UserError as error:
-                        if has_data(s.data):
-                            raise
+                    except FileNotFoundError as error:
                         from common.dry_run import assumed_data
                         raise UserError(f'{error}{assumed_data(s, record).hint}')
                 if s.verify:

@@ -23,15 +23,17 @@ from common.files import ROOT, command, first_line
 from common.machine import pick_dtype
 from common.parallel import gathered_modules
 from common.run_settings import check_settings, code_folder, describe, model_config
-from data import has_data, open_data
+from data import open_data
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
 def dry_run(s, given: dict, record, machine) -> None:
     """Check all that train.py checks before it builds the model, and print memory estimates."""
-    data = open_data(s.data) if has_data(s.data) else assumed_data(s, record)
-    if not has_data(s.data):
+    try:
+        data = open_data(s.data)
+    except FileNotFoundError:
+        data = assumed_data(s, record)
         print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
               f'enough text{data.hint}')
     config = model_config(s, given, data, record)
@@ -57,7 +59,7 @@ def assumed_data(s, record) -> SimpleNamespace:
         hint = f'. To build it: {s.make_data}'.replace('prepare_fineweb.py', relpath(ROOT / 'prepare_fineweb.py'))
     elif s.data == type(s).data:
         hint = '. To build it: ' + command('prepare_fineweb.py', *tokenizer, f'--out_dir={s.data}', max_tokens)
-    elif re.fullmatch(r'[\w.-]+/[\w.-]+', s.data):
+    elif re.fullmatch(r'[\w-]+/[\w-]+', s.data):
         hint = '. If it is a dataset on the Hugging Face hub: ' + command(
             'prepare_fineweb.py', s.data, *tokenizer, f'--out_dir=data/built/{Path(s.data).name}', max_tokens)
     return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},

@@ -5,7 +5,6 @@ dataclass `Task`, which generates rows on demand (tasks.py). The documents are s
 on first use: after editing the file, delete that folder.
 """
 import importlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from data.shards import BUILT, Data
 def open_data(name):
     """Open data by name, data folder, or file or folder of texts. Builds it first if needed.
 
-    Returns Data, or Generated for a synthetic task.
+    Returns Data, or Generated for a synthetic task. FileNotFoundError if there is none.
     """
     if task_class(name):
         from data.tasks import Generated
@@ -32,7 +31,7 @@ def open_data(name):
     elif not (folder / 'meta.json').exists():
         folder, documents = text_data(folder)
         if not documents:
-            raise UserError(f'no data at {folder}: {expected}')
+            raise FileNotFoundError(f'no data at {folder}: {expected}')
     if documents and not folder.exists():
         with locked(BUILT, wait=True):
             if not folder.exists():  # another process may have built it meanwhile
@@ -41,14 +40,6 @@ def open_data(name):
                 from data.writing import write_data
                 write_data(folder, load_tokenizer('byte'), documents)
     return Data(folder)
-
-
-def has_data(name: str) -> bool:
-    """Return True if the data exists or can be built when opened. A task may need a city file."""
-    if task_class(name):
-        return all(Path(file).exists() for file in re.findall(r'=([^,]+\.json)', name))
-    from data.sources import format_of
-    return bool(name in builtin_data() or not name or format_of(name) or Path(name).exists())
 
 
 def text_data(path: Path) -> tuple[Path, Iterator | None]:

@@ -277,18 +277,25 @@ def test_a_row_is_printed_with_its_targets(capsys):
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
     ('recall:distances=8-x', "distances is 'x' in data 'recall:distances=8-x': expected int"),
     ('recall:length=50', 'length is 50: 8 pairs with queries at distances (8, 16, 32, 64) do not fit'),
-    ('', 'data is empty: expected a .txt, .jsonl, .csv or .parquet file'),
-    ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)')])
+    ('', 'data is empty: expected a .txt, .jsonl, .csv or .parquet file')])
 def test_bad_options_give_a_clear_error(name, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         open_data(name)
 
 
-@pytest.mark.parametrize('text', [None, '[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}',
+@pytest.mark.parametrize('name, sentence', [
+    ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)'),
+    ('manhattan:edges=none.json', "No such file or directory: 'none.json'")])
+def test_missing_data_are_a_missing_file(name, sentence):
+    """So that a dry run can go on without them."""
+    with pytest.raises(FileNotFoundError, match=re.escape(sentence)):
+        open_data(name)
+
+
+@pytest.mark.parametrize('text', ['[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}',
                                   '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}'])
 def test_a_malformed_city_file_gives_a_clear_error(text, tmp_path):
-    if text is not None:
-        (tmp_path / 'city.json').write_text(text)
+    (tmp_path / 'city.json').write_text(text)
     with pytest.raises(UserError, match='city.json is not a city'):
         open_data(f'manhattan:edges={tmp_path}/city.json')
 

@@ -198,14 +198,9 @@ def write_checkpoint(ckpt: Path, step: int, tensors: dict, state: dict) -> None:
             path.chmod(mode)  # safetensors creates files that only their owner can read
         sync(path)
     sync(temporary)
-    publish(temporary, final)
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Give a folder whose files are on disk its final name."""
     remove(final)  # a damaged checkpoint that the resumed run skipped
     os.replace(temporary, final)
-    sync(final.parent)
+    sync(ckpt)
 
 
 # ---- reading one ----

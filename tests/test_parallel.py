@@ -246,11 +246,11 @@ KILLED = '''
 import os, sys
 from common import checkpoint
 import train
-def kill_at_20(temporary, final, publish=checkpoint.publish):
-    if final.name == 'step_00000020':
+def kill_at_20(path, remove=checkpoint.remove):
+    if path.name == 'step_00000020':
         os.kill(os.getpid(), 9)
-    publish(temporary, final)
-checkpoint.publish = kill_at_20
+    remove(path)
+checkpoint.remove = kill_at_20
 train.main(sys.argv[1:])
 '''
 

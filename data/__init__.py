@@ -50,17 +50,13 @@ def text_data(path: Path) -> tuple[Path, Iterator | None]:
     """
     from data import sources
     from data.writing import VAL_FRACTION
-    s = sources.Reading(id_field=None, val_fraction=VAL_FRACTION)
     found = [str(path)] if path.is_file() else sources.visible_files(str(path))
     if not any(map(sources.format_of, found)):
         return path, None
-    files = sources.local_files(str(path), s)
-    if not files:  # of the library `datasets`
-        return path, None
+    source = sources.Source(str(path), sources.Reading(id_field=None, val_fraction=VAL_FRACTION))
 
     def documents():
-        source = sources.Source(str(path), s)
         for _, found in sources.split_documents(source, *sources.fitting_split(source)):
             if found:  # a record with text
                 yield found
-    return BUILT / f'{path.resolve().name}-{sources.checksum_of_files(files)[:12]}', documents()
+    return BUILT / f'{path.resolve().name}-{source.checksum[:12]}', documents()

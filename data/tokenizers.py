@@ -116,8 +116,7 @@ def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
                 raise UserError(f'unknown symbol {symbol!r} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
         return [id_of[symbol] for symbol in found]
     return Tokenizer(name, len(symbols) + 1, len(symbols), encode,
-                     token_bytes=lambda i: f' {symbols[i]}'.encode() if i < len(symbols) else b'',
-                     to_text=lambda ids: ' '.join(symbols[i] for i in ids if i < len(symbols)))
+                     token_bytes=lambda i: f' {symbols[i]}'.encode() if i < len(symbols) else b'')
 
 
 def symbol_pattern(symbols: list[str]) -> str:

@@ -295,14 +295,12 @@ def train(s, config, data, record, machine, argv):
     """Train a model. record: config.json of the run to continue. argv: the command line."""
     model = make_model(s, config, data, machine)
     compiled = machine.compiled(model, s.compile)
-    if s.parallel == 'fsdp' and machine.world > 1:
-        parallel.shard_model(model, machine.device, s.shard)
+    ddp = parallel.wrap_model(model, compiled, machine.device, s.parallel, s.shard)
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:
         from common.continuing import restore
         step, seconds = restore(s, model, optimizer)
-    ddp = parallel.wrap_ddp(model, compiled, machine.device)
     records = runs.Records(s, config, data, machine, step)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')

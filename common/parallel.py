@@ -85,9 +85,13 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
 
-def wrap_ddp(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Wrap the compiled model in DistributedDataParallel if each process has a copy."""
-    if world() == 1 or is_sharded(model):
+def wrap_model(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device, kind: str,
+               n_shards: int | None) -> torch.nn.Module:
+    """Return the module to train. With several processes, kind 'fsdp' shards, 'ddp' wraps it."""
+    if world() == 1:
+        return compiled
+    if kind == 'fsdp':
+        shard_model(model, device, n_shards)
         return compiled
     return torch.nn.parallel.DistributedDataParallel(compiled, device_ids=[device] if device.type == 'cuda' else None,
                                                      gradient_as_bucket_view=True)  # else 4 bytes per weight more

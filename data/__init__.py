@@ -5,7 +5,6 @@ dataclass `Task`, which generates rows on demand (tasks.py). The documents are s
 on first use: after editing the file, delete that folder.
 """
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from common.files import UserError, locked
@@ -29,9 +28,11 @@ def open_data(name):
     if name in builtin_data():
         folder, documents = BUILT / name, importlib.import_module(f'data.{name}').documents()
     elif not (folder / 'meta.json').exists():
-        folder, documents = text_data(folder)
-        if not documents:
+        from data.sources import texts_as_data
+        found = texts_as_data(folder)
+        if not found:
             raise FileNotFoundError(f'no data at {folder}: {expected}')
+        folder, documents = BUILT / found[0], found[1]
     if documents and not folder.exists():
         with locked(BUILT, wait=True):
             if not folder.exists():  # another process may have built it meanwhile
@@ -40,23 +41,3 @@ def open_data(name):
                 from data.writing import write_data
                 write_data(folder, load_tokenizer('byte'), documents)
     return Data(folder)
-
-
-def text_data(path: Path) -> tuple[Path, Iterator | None]:
-    """Return (data folder, documents) for a file or folder of texts, else (path, None).
-
-    Records have their text in the field `text`. The folder's name depends on the names, sizes and
-    mtimes of the files.
-    """
-    from data import sources
-    from data.writing import VAL_FRACTION
-    found = [str(path)] if path.is_file() else sources.visible_files(str(path))
-    if not any(map(sources.format_of, found)):
-        return path, None
-    source = sources.Source(str(path), sources.Reading(id_field=None, val_fraction=VAL_FRACTION))
-
-    def documents():
-        for _, found in sources.split_documents(source, *sources.fitting_split(source)):
-            if found:  # a record with text
-                yield found
-    return BUILT / f'{path.resolve().name}-{source.checksum[:12]}', documents()

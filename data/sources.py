@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from common.files import UserError, warn_once, without_surrogates
-from data.writing import hash_fraction, split_of
+from data.writing import VAL_FRACTION, hash_fraction, split_of
 
 FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
            '.arrow': 'datasets'}
@@ -338,6 +338,22 @@ def fields_to_read(place: str, names: list[str], s: Reading) -> list[str]:
 
 
 # ---- training and validation data ----
+
+def texts_as_data(path: Path) -> tuple[str, Iterator] | None:
+    """Return (name, documents) for a file or folder of texts, None if it has none.
+
+    Records have their text in the field `text`. The name depends on names, sizes and mtimes.
+    """
+    if not any(map(format_of, [str(path)] if path.is_file() else visible_files(str(path)))):
+        return None
+    source = Source(str(path), Reading(id_field=None, val_fraction=VAL_FRACTION))
+
+    def documents():
+        for _, found in split_documents(source, *fitting_split(source)):
+            if found:  # a record with text
+                yield found
+    return f'{path.resolve().name}-{source.checksum[:12]}', documents()
+
 
 def split_documents(source: Source, val_fraction: float, by_text: bool, state: dict | None = None) -> Iterator[tuple]:
     """Yield (next state, (split, text) or None). by_text: split by the text, not the id."""

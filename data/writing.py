@@ -106,11 +106,9 @@ class ShardWriter:
 def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) -> None:
     """Build a data folder from documents, an iterable of (split, text); split: 'train' or 'val'.
 
-    The folder appears once it is complete. Raises UserError if it exists or a split has no text.
+    The folder appears once it is complete. It must not exist. UserError if a split has no text.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise UserError(f'{folder} already exists: remove it first or choose another folder')
     temporary = folder.with_name(f'.{folder.name}.writing')
     remove(temporary)  # of a killed process
     temporary.mkdir(parents=True)

@@ -207,7 +207,7 @@ def test_writing_never_replaces_data_and_is_all_or_nothing(tiny_data, tmp_path):
         yield 'train', 'text'
         raise KeyboardInterrupt
     byte = load_tokenizer('byte')
-    with pytest.raises(UserError, match='exists: remove it first'):
+    with pytest.raises(OSError, match='not empty'):
         writing.write_data(tiny_data, byte, [('train', 'a'), ('val', 'b')])
     with pytest.raises(UserError, match='bytes of text, val 0'):
         writing.write_data(tmp_path / 'x', byte, [('train', 'a')])

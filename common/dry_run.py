@@ -24,6 +24,7 @@ from common.machine import pick_dtype
 from common.parallel import gathered_modules
 from common.run_settings import check_settings, code_folder, describe, model_config
 from data import open_data
+from data.sources import format_of
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
@@ -59,7 +60,7 @@ def assumed_data(s, record) -> SimpleNamespace:
         hint = f'. To build it: {s.make_data}'.replace('prepare_fineweb.py', relpath(ROOT / 'prepare_fineweb.py'))
     elif s.data == type(s).data:
         hint = '. To build it: ' + command('prepare_fineweb.py', *tokenizer, f'--out_dir={s.data}', max_tokens)
-    elif re.fullmatch(r'[\w-]+/[\w-]+', s.data):
+    elif re.fullmatch(r'[\w.-]+/[\w.-]+', s.data) and not format_of(s.data):
         hint = '. If it is a dataset on the Hugging Face hub: ' + command(
             'prepare_fineweb.py', s.data, *tokenizer, f'--out_dir=data/built/{Path(s.data).name}', max_tokens)
     return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},

@@ -29,7 +29,6 @@ from common.files import UserError, command, friendly_errors
 from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
 from common.validation import counted, validation_loss
-from data import open_data
 
 
 @dataclass
@@ -385,14 +384,7 @@ def main(argv: list[str] | None = None) -> str:
                 from common.dry_run import dry_run
                 dry_run(s, given, record, machine)
             else:
-                with parallel.rank_0_first():  # rank 0 builds missing data
-                    try:
-                        data = open_data(s.data)
-                    except FileNotFoundError as error:
-                        from common.dry_run import assumed_data
-                        raise UserError(f'{error}{assumed_data(s, record).hint}')
-                if s.verify:
-                    data.verify()
+                data = run_settings.training_data(s, record)
                 config = run_settings.model_config(s, given, data, record)
                 run_settings.check_settings(s, data, machine.world)
                 claim = runs.locked_run(s.out_dir, not s.resume, s.overwrite)

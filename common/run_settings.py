@@ -1,15 +1,16 @@
 """Settings of a training run: reading them, checking them, and describing what they cost.
 
-train.py calls `read_settings`; with the data, `model_config` and `check_settings`; with the model,
-`describe`. A run that takes over another's settings gets them from common/continuing.py.
+train.py calls `read_settings` and `training_data`; with the data, `model_config` and
+`check_settings`; with the model, `describe`. A run that takes over another's settings gets them from common/continuing.py.
 """
 from dataclasses import fields
 from pathlib import Path
 
-from common import models, runs
+from common import models, parallel, runs
 from common.files import UserError, command
 from common.machine import ranks
 from common.settings import load_settings, options_of
+from data import open_data
 from data.tokenizers import load_tokenizer, padded_vocab
 
 
@@ -50,6 +51,19 @@ def config_class(model: str, code: str | None = None) -> type:
 def code_folder(s) -> str | None:
     """Return the run whose copy of the code is trained, or None. Not s.init_from, the source."""
     return (s.out_dir if s.resume else s.extend) if s.code else None
+
+
+def training_data(s, record):
+    """Open the data of a run. Rank 0 builds built-in data first. UserError if there are none."""
+    with parallel.rank_0_first():
+        try:
+            data = open_data(s.data)
+        except FileNotFoundError as error:
+            from common.dry_run import assumed_data
+            raise UserError(f'{error}{assumed_data(s, record).hint}')
+    if s.verify:
+        data.verify()
+    return data
 
 
 def model_config(s, given, data, record):

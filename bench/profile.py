@@ -18,8 +18,9 @@ import torch
 import train
 from bench import DEVICE, GPU, TOY_SHAPE, alternate, isolated, measure, resident
 from common import gpu, machine, models, run_settings
-from common.dry_run import activation_bytes, assumed_data, state_bytes
+from common.dry_run import activation_bytes, state_bytes
 from common.files import ROOT
+from common.missing_data import assumed_data
 
 TOY = [*(f'--{name}={value}' for name, value in TOY_SHAPE.items()), '--block_size=16', '--micro_batch_size=2']
 SCALES = 's', 'xs', 'm', 'l', 'xl'

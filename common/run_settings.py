@@ -1,7 +1,8 @@
 """Settings of a training run: reading them, checking them, and describing what they cost.
 
 train.py calls `read_settings` and `training_data`; with the data, `model_config` and
-`check_settings`; with the model, `describe`. A run that takes over another's settings gets them from common/continuing.py.
+`check_settings`; with the model, `describe`. A run that takes over another's settings gets them
+from common/continuing.py.
 """
 from dataclasses import fields
 from pathlib import Path
@@ -59,7 +60,7 @@ def training_data(s, record):
         try:
             data = open_data(s.data)
         except FileNotFoundError as error:
-            from common.dry_run import assumed_data
+            from common.missing_data import assumed_data
             raise UserError(f'{error}{assumed_data(s, record).hint}')
     if s.verify:
         data.verify()

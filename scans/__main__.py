@@ -1,6 +1,6 @@
 """Compare a fast form with the equations of a model file and, if they agree, print its pin.
 
-    python -m scans gpn                after an edit of model_gpn.py that should not change results
+    python -m scans gpn                after an edit of model_gpn.py, or of all forms of an equation
     python -m scans gpn --model=mine   for a copy of it, model_mine.py, or the path of one
 
 Compares the loss, all gradients and the logits of cached decoding of a small model, in float64. If
@@ -33,8 +33,10 @@ def compare(file, fast) -> float:
         loss = model(idx, idx.roll(-1, 1))['loss']
         with torch.no_grad():
             cache = model.new_cache(*idx.shape, max_call=3)
-            decoded = [model.extend(part, cache, all_positions=True)[..., :60] for part in idx.split([5, 1, 2, 4], 1)]
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters())), torch.cat(decoded, 1)])
+            *parts, last = idx.split([5, 1, 2, 4], 1)
+            decoded = [model.extend(part, cache, all_positions=True) for part in parts]
+            decoded.append(model.extend(last, cache, torch.tensor([4, 2])).unsqueeze(1))  # rows of unequal lengths
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters())), torch.cat(decoded, 1)[..., :60]])
     return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-300)).item() for a, b in zip(*results))
 
 
@@ -70,7 +72,9 @@ def main(argv=None):
         return
     if getattr(fast, 'HAS_KERNELS', False):
         compare_kernels(argv)
-    print(f'To use the fast form, add this to PINS in scans/{s.name}.py:\n\n    {digest(*fast.implements(file))!r}')
+    print(f'To use the fast form, add this to PINS in scans/{s.name}.py. If you changed what is computed, remove the\n'
+          'other pins: with them, copies of the old equations would run the new ones.\n\n'
+          f'    {digest(*fast.implements(file))!r}')
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 /* GPN's steps over a segment and their gradient, on a CPU: `CSteps` in gpn_cpu.py, which compiles this file
    (float; -DDOUBLE: double; -DBF16: float with factors of products rounded to bf16) and calls it with
    ctypes. `KernelSteps` in gpn_gpu.py is the same in PyTorch and Triton, except that dt_bias, here in the
-   input product's bias, is added later there.
+   input product's bias, is added later there, and that inactive rows are not skipped there.
 
    A step is 1 + 2 L products of a few rows with large weights, and small loops between them. Products
    run in register tiles, on weights in panels that a tile reads contiguously. The small loops are
@@ -119,6 +119,9 @@ INLINE real exponential(real x) {
 INLINE real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
 INLINE real softplus(real x) { return x > 20 ? x : log1p(exp(x)); }
 
+/* eq. 9, and its gradient: beta (1 - beta) */
+INLINE real beta_of(real z) { return sigmoid(z); }
+
 /* eq. 9; a: the decay's column of z. Gradients of log(decay): -rate sigmoid(a) to a, -softplus(a) to rate. */
 INLINE real decay_of(real rate, real a) { return exponential(-rate * softplus(a)); }
 
@@ -175,7 +178,7 @@ INLINE void read_backward(real *g, const real *m, const real *q, const real *gra
 }
 
 /* g: gradient of the memory after the write, updated to that before it. Returns beta's gradient;
-   *glog is that of log(decay). */
+   *glog is that of log(decay). The equations: `_delta_backward_kernel` in gpn_gpu.py. */
 INLINE real write_backward(real *g, const real *before, const real *k, const real *v, real decay, real beta,
                            real carry, real *gk, real *gv, real *glog, long K, long D) {
     real error[D], gbeta = 0, held = 0;
@@ -251,7 +254,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
                 const real *zb = z + b * W + values(n) + H * D + h;  /* beta's column; decay's is H further */
                 real *m = m1 + j * K * D, *read = memory_read + j * D, q[K];
                 if (l == 0 && (!active || active[t * B + b])) {
-                    const real beta = sigmoid(zb[0]), decay = decay_of(rate[h], zb[H]);  /* eq. 9 */
+                    const real beta = beta_of(zb[0]), decay = decay_of(rate[h], zb[H]);
                     write(m0 + j * K * D, m, k0 + j * K, zv, decay, beta, carry_at(carry_mask, t * B + b), K, D);
                     key(zq + H * K, k1 + j * K, K, n->key_eps);
                 } else if (l == 0) {
@@ -311,7 +314,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 else if (t == 0) EACH(i, K) used[i] = k[j * K + i];
                 else key(z - B * width(n, 0) + C + (H + h) * K, used, K, n->key_eps);
                 const real *before = t ? memories + (t - 1) * M : memory;
-                const real beta = sigmoid(zb[0]), decay = decay_of(rate[h], zb[H]);
+                const real beta = beta_of(zb[0]), decay = decay_of(rate[h], zb[H]);
                 write(before + j * K * D, memories + t * M + j * K * D, used, z + values(n) + h * D, decay, beta, carry,
                       K, D);
             }
@@ -324,7 +327,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 EACH(i, C) {
                     state[row + i] = carry * s[at + i];
                     ground[row + i] = u[at + i] + sigmoid(z0[row + i]) * state[row + i];
-                    pairs[4 * L][at + i] = ds[row + i] + grad[at + i];  /* of the last layer's output: 4 + 4 l */
+                    pairs[4 * L][at + i] = ds[row + i] + grad[at + i];  /* that is 4 + 4 l of the last layer */
                 }
             }
             for (long l = L - 1; l >= 0; l--) {
@@ -364,7 +367,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                     key_backward(dkey, normalized_key, inverse, dz + query, K);
                     if (l == 0) {
                         const real carry = carry_at(carry_mask, t * B + b);
-                        const real beta = sigmoid(z[write_gate]), a = z[decay_gate], decay = decay_of(rate[h], a);
+                        const real beta = beta_of(z[write_gate]), a = z[decay_gate], decay = decay_of(rate[h], a);
                         real dlog;
                         inverse = key(z + query + H * K, normalized_key, K, n->key_eps);
                         key_backward(dk + j * K, normalized_key, inverse, dz + query + H * K, K);

@@ -2,18 +2,19 @@
 
     scans/gpn.py               any device: weights and their gradients, segments, decoding
     scans/gpn_gpu.py           a GPU: the steps of a segment, as a CUDA graph. It has the operations
-                               below as plain PyTorch functions, and Triton kernels that equal them
+                               below as plain PyTorch functions, and a Triton kernel for each but
+                               `gated_add_norm`, which torch.compile fuses
     scans/gpn_cpu.py, gpn.c    a CPU: the steps of a segment, as one call of C
 
 A step is `Model.step`, regrouped. Given the token's u, it turns the state s, the key k of the next
 write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^2), `l2_normalize`:
 
     x = sigmoid(W_f n(s) + b_f) s + u                       eq. 4           gated_add_norm
-    each layer: gate, memory_in, glu_in = W n(x) + b                        one product
-        q, next k, v, decay, beta of memory_in              eq. 8, 9        memory_inputs
-        M = decay M + beta k (v - M^T k)^T,  r = M^T q      eq. 10          delta_step
+    each layer: gate_in, memory_in, glu_in = W n(x) + b                     one product
+        q, next k, v, beta, decay of memory_in              eq. 8, 9        memory_inputs
+        M = decay M + beta k (v - M^T k)^T,  r = M^T q      eq. 10, 11      delta_step
         y = silu(z1) (z2, n(r)),  z1, z2 = glu_in           eq. 5, 11       glu
-        x = sigmoid(gate) x + W' y                          eq. 5, 7, 11    gated_add_norm
+        x = sigmoid(gate_in) x + W' y                          eq. 5, 7, 11    gated_add_norm
     s = x
 
 * Each RMSNorm is n(x) times a weight, which is folded into the next matrix (`fold`). So all
@@ -22,23 +23,28 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
 * Only the gradients of s, k and M are computed step by step. Each weight's gradient is one large
   product per segment (`scan_backward`).
 
-To change an equation, change all of its places, then PINS: a pin enables C and kernels together.
-`python -m scans gpn` compares both with `Model.loop`. The tests compare both with repeated
-`Model.step`, and each kernel with its plain function.
+To change an equation, change all of its places and `paper_states` in tests/test_gpn.py, then PINS:
+a pin enables C and kernels together, and an old one would run the new equation for copies of the
+old model_gpn.py. `python -m scans gpn` compares both forms with `Model.loop`, at one shape; the
+tests, at more, with repeated `Model.step`, and each kernel with its plain function.
 
                     gpn_gpu.py                                gpn.c, forward and backward
     gated_add_norm  it, `norm_and_gate_backward`, `gated`,    sigmoid(z0[..]), sigmoid(z[b..]),
                     `recompute`, `steps`, and in              `l2_normalize` of C
                     `KernelSteps.backward`
     memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, `decay_of`,
-                    `_softplus`, `key_of`, `load`, active     beta, dz of both gates, drate
-                    in `step`; here `fold`: exp(A), first key
-    delta_step      it, its two kernels; above layer one,     `write`, `read_memory`, and the
-                    `read_heads`, `read_backward`             backward of both
+                    `_softplus`, `key_of`, `load`; here       `beta_of`, dz[write_gate],
+                    `fold`: exp(A), first key                 dz[decay_gate], drate
+    delta_step      it, its two kernels; `step`: beta and     `write`, `read_memory`, and the
+                    decay if not active; above layer one,     backward of both
+                    `read_heads`, `read_backward`
     glu             it, its two kernels; here `Sizes.eps`     loops over F, H * D and Y,
                     and `fold`: weight of the read's norm     `l2_normalize` of H * D
     columns of z    as memory_inputs, and `recompute`; here   `width`, `values`, offsets of keys
                     `fold`, `columns`, `next_key`
+    documents, and  carry, first_key, dfirst, next_carry,     `carry_at`, first_key, dfirst,
+    cuts of BPTT    is_cut; here `scan_forward` and           reset of s0 and k0, `cut`
+                    `scan_backward`, `Decoder.first_state`
 
 Memory in training, for R segments of at most S = segment_len steps: u and states (L + 1) T B C,
 products T B P with P = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's

@@ -35,7 +35,7 @@ def build(dtype):
         real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
         fields = [(name, ctypes.c_long) for name in (*'SBCFHKDL', 'threads', 'keep')]
         fields += [(name, real) for name in ('state_eps', 'read_eps', 'key_eps')]
-        library.sizes = type('sizes', (ctypes.Structure,), {'_fields_': fields})
+        library.Numbers = type('Numbers', (ctypes.Structure,), {'_fields_': fields})
     return library
 
 
@@ -92,7 +92,7 @@ class CSteps:
                   for w in weights]
         self.weights = [*panels, self.rate, self.first_key]  # keeps them alive: C has only their addresses
         self.pointers = pointers(self.weights)
-        self.numbers = self.library.sizes(0, 0, *sizes[:6], 0, 0, *sizes.eps(norm_eps))
+        self.numbers = self.library.Numbers(0, 0, *sizes[:6], 0, 0, *sizes.eps(norm_eps))
 
     def _panels(self, weight):
         """Zero-pad weight (n, c) and return its tiles: (n / width, c / pair, width, pair)."""

@@ -2,8 +2,8 @@
 
 A plain PyTorch function is several kernels. torch.compile makes one of `gated_add_norm`. `glu`,
 `memory_inputs` and `delta_step` are each followed by the Triton kernel that equals it, run by
-`launch_NAME`, and by its gradient, `launch_NAME_backward`. The steps run only the kernels. The
-tests compare them with the plain functions, and their gradients with autograd.
+`launch_NAME`, and by its gradient, `launch_NAME_backward`. Only the tests run these three plain
+functions: they compare the kernels with them, and their gradients with autograd.
 
 A kernel's program computes a row, a head of a row or some columns of a head, in fp32, or in float64
 for float64 inputs. Products z may be narrower. carry: (N, 1), 0 in rows where a document starts,
@@ -319,6 +319,9 @@ def _delta_backward_kernel(grad, memory, k, v, beta, decay, q, grad_read, carry,
     """Backward of one step: updates grad (BH, K, D), the memory's gradient, and writes the others.
 
     Per tile: shares (tiles, 2, BH, K) of q and k, scalars (tiles, 2, BH) of beta and log(decay).
+    With error e = v - m^T k, m' = decay m + beta k e^T and g the gradient of m', plus q gr^T:
+    gv = beta g^T k; gk = beta g e - m gv; gq = m' gr; to beta k^T g e; to log(decay)
+    decay <g, m>; to m decay g - k gv^T.
     """
     head, tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS)
     column = tile * TILE + tl.arange(0, TILE)
@@ -373,7 +376,7 @@ def unbind_steps(tensors):
 
 
 class KernelSteps:
-    """Steps of a segment on a GPU, with the weights from `fold`; matmuls run in dtype.
+    """Steps of a segment on a GPU, with the weights from `fold`; their products run in dtype.
 
     `load` copies new weights in place, so captured CUDA graphs use them.
     """
@@ -417,7 +420,7 @@ class KernelSteps:
             gate_in, memory_in, glu_in = z.split(self.sizes.columns(i), -1)
             if i == 0:
                 q, next_k, v, beta, decay = launch_memory_inputs(memory_in, self.rates, self.heads)  # eq. 8, 9
-                if active is not None:
+                if active is not None:  # no write and no decay where M stays; `steps` keeps s and k
                     beta, decay = beta * active, torch.where(active, decay, 1.0)
                 write = k, v, beta, decay
                 memory_read = launch_delta_step(memory, memory_after, write, q, carry, self.first_key)  # eq. 10

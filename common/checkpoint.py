@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import parallel
-from common.files import UserError, is_number, remove, sha256, sync, warn_once, write_json
+from common.files import UserError, first_line, is_number, remove, sha256, sync, warn_once, write_json
 
 FILES = ('model.safetensors', 'optimizer.safetensors')  # the second: tensors with '/' in their name
 TENSOR = 'tensor'  # key of {TENSOR: name}, which stands for a tensor in state.json
@@ -52,16 +52,19 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
                  for p in group['params']}  # with their step counts
     params, moments = dict(model.named_parameters()), {}
-    for name, tensor in tensors.items():
-        key, is_moment, param = name.partition('/')
-        if is_moment:
-            p = params[param]
-            stays = key == 'step' and p not in on_device  # on the CPU, as in Optimizer.load_state_dict
-            moments[name] = tensor if stays else parallel.shard_like(tensor.to(p.device), p)
-            if '[' not in key:
-                optimizer.state[p][key] = moments[name]
-    for name, of_param in state['optimizer'].items():
-        optimizer.state[params[name]].update(unpack(of_param, moments))
+    try:
+        for name, tensor in tensors.items():
+            key, is_moment, param = name.partition('/')
+            if is_moment:
+                p = params[param]
+                stays = key == 'step' and p not in on_device  # on the CPU, as in Optimizer.load_state_dict
+                moments[name] = tensor if stays else parallel.shard_like(tensor.to(p.device), p)
+                if '[' not in key:
+                    optimizer.state[p][key] = moments[name]
+        for name, of_param in state['optimizer'].items():
+            optimizer.state[params[name]].update(unpack(of_param, moments))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
     return state['step'], state['seconds']
 
 

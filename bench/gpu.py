@@ -2,15 +2,17 @@
 
     python -m bench.gpu [--out=FOLDER] [--only=STEP,STEP] [--limit=570]
 
-Each step has a time limit; tests beyond it are not run. A step that fails, falls back to slower
-code or times out does not stop later ones; benchmarks that time out leave their first rows. Steps
-that do not fit into --limit seconds are left for a second call: the last line says which failed,
-and the --only that runs the rest. The output goes to FOLDER/gpu.log (default out/gpu) as it is
-printed, the measurements to bench/results. Takes too long for this: `bench.train_step objectives`.
+Each step has a time limit; tests beyond it are not run. A step that fails, falls
+back to slower code or times out does not stop later ones; benchmarks that time out leave their
+first rows. Steps that do not fit into --limit seconds are left for a second call: the last line
+says which failed, and the --only that runs the rest. The output goes to FOLDER/gpu.log (default
+out/gpu) as it is printed, and all measurements to FOLDER/results.json. Takes too long for this:
+`bench.train_step objectives`.
 """
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -73,6 +75,13 @@ def run_step(args: list[str], seconds: float, log) -> tuple[str, str]:
     return text, f'fell back: {fallback[0]!r}' if fallback and status == 'done' else status
 
 
+def collect_results(out: Path, begin: float) -> None:
+    """Write the benchmarks' results since `begin` to one file: {name: content of its JSON}."""
+    paths = [path for path in sorted((ROOT / 'bench/results').glob('*_gpu.*json')) if path.stat().st_mtime >= begin]
+    found = {path.name.partition('.')[0]: json.loads(path.read_text()) for path in paths}
+    (out / 'results.json').write_text(json.dumps(found, indent=1) + '\n')
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', type=lambda text: text.split(','), default=list(STEPS))
@@ -85,7 +94,7 @@ def main(argv=None):
     if not torch.cuda.is_available():
         sys.exit('bench.gpu: PyTorch finds no GPU. On a CPU, run benchmarks one by one, such as '
                  'python -m bench.train_step')
-    end, failed, not_run = time.monotonic() + s.limit, [], []
+    begin, end, failed, not_run = time.time(), time.monotonic() + s.limit, [], []
     s.out.mkdir(parents=True, exist_ok=True)
     with open(s.out / 'gpu.log', 'ab+', buffering=0) as log:
         for name in s.only:
@@ -100,6 +109,7 @@ def main(argv=None):
             print(text[-3000:], line, sep='\n', flush=True)
             if status != 'done':
                 failed.append(name)
+            collect_results(s.out, begin)
     problems = [f'failed: {", ".join(failed)}'] * bool(failed)
     problems += [f'not run: --only={",".join(not_run)}'] * bool(not_run)
     sys.exit('; '.join(problems) or 0)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from analysis import context_ready, figures, gpn_state, gradient_flow, probes
@@ -159,7 +158,7 @@ STATISTICS = {  # name: function(run)
 def judge(ours: list[float], other: list[float], direction: str, margin: float) -> dict:
     """Compare one number per seed on each side, or with a fixed number. Return result columns."""
     from scipy.stats import ttest_1samp
-    sign, gaps = {'lower': 1, 'higher': -1}[direction], np.subtract(ours, other).tolist()
+    sign, gaps = {'lower': 1, 'higher': -1}[direction], figures.paired_gaps(ours, other)
     found = figures.mean_and_interval(gaps, 'difference', 'low', 'high')
     return found | {'sd': statistics.stdev(gaps), 'agrees': sign * found['difference'] < margin,
                     'p': ttest_1samp([sign * x - margin for x in gaps], 0).pvalue}

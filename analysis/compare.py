@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-import numpy as np
-
 from analysis import figures
 from analysis.runs import Run
 from bench import one_line, where_and_when
@@ -199,7 +197,7 @@ def table(runs: dict[str, list[Path]]) -> list[dict]:
     for name, values in losses.items():
         run, columns = Run(runs[name][0]), ('minus_first', 'its_low', 'its_high')
         tokens, has_cache = run.settings.max_tokens, getattr(run.model, 'new_cache', None)
-        gap = figures.mean_and_interval(np.subtract(values, reference).tolist(), *columns)
+        gap = figures.mean_and_interval(figures.paired_gaps(values, reference), *columns)
         rows.append({
             'model': name, 'parameters': run.parameters,
             'state_bytes': run.model.new_cache(1, run.settings.block_size).nbytes if has_cache else None,

@@ -99,6 +99,11 @@ def mean_and_interval(values: Sequence[float], *names: str) -> dict[str, float |
     return dict(zip(names or ('mean', 'low', 'high'), (mean, *ends)))
 
 
+def paired_gaps(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Return a - b for each seed. If b is a single number, it is subtracted from all."""
+    return [x - y for x, y in zip(a, b * len(a) if len(b) == 1 else b, strict=True)]
+
+
 def interval_text(low: float | None, high: float | None, sign: str = '') -> str:
     """Format an interval, '' if it is None. sign: '+' for differences."""
     return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
@@ -133,8 +138,11 @@ def read_csv(path) -> list[dict[str, str]]:
 
 def write_csv(path, rows: list[dict]) -> None:
     """Write rows (dicts) as a CSV file with a header. Cells that a row lacks are empty."""
-    import pandas as pd
-    write_file(path, pd.DataFrame(rows, dtype=object).to_csv(index=False).encode(errors='replace'))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue().encode(errors='replace'))
 
 
 def show(rows: list[dict], *columns: str) -> None:

@@ -188,7 +188,8 @@ def markdown(rows: list[dict], s: Settings) -> str:
              f'{one_line(where_and_when())}. Data {s.data}, {s.batch_size} windows of {s.block_size} tokens per step, '
              f'{s.jobs} runs at a time. Losses in nats per token, with 95% intervals over {s.seeds} seeds. Standard '
              f'has {s.n_layer} layers of {s.n_embd}. Learning rates are searched at equal tokens and used for all '
-             'three budgets. Speed and state of decoding are in shootout.csv.', '',
+             'three budgets. Speed and state of decoding are in shootout.csv: after more tokens than a window, only '
+             'times and sizes mean something.', '',
              '![loss over training FLOPs, decoding time and state](shootout.png)', '',
              '![loss minus that of Standard](shootout_gaps.png)', '']
     for budget in BUDGETS:

@@ -44,7 +44,7 @@ def figures(toy: bool) -> Iterator[dict]:
     for batch_size in batch_sizes:
         for dtype in (torch.float32, torch.bfloat16):
             seconds = alternate(make_sides(shape, dtype, batch_size, n_new), rounds, warmup=1)
-            yield {'dtype': str(dtype)[6:], 'batch': batch_size,
+            yield {'terms': str(dtype)[6:], 'batch': batch_size,
                    'ours_tokens_per_s': round(batch_size * n_new / seconds['ours']),
                    'hf_tokens_per_s': round(batch_size * n_new / seconds['hf']),
                    'ratio': round(seconds['hf'] / seconds['ours'], 3)}

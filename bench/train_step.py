@@ -144,6 +144,7 @@ def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
 
 def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
     """Yield the rows of the training-cost table. At toy size memory is not measured."""
+    machine.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
     base = None if toy else isolated(peak_memory, *ntp, batch_size)
     for side in OBJECTIVES:
@@ -161,12 +162,12 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
 # ---- the command line ----
 
 def figures(toy: bool, batch_size: int) -> Iterator[dict]:
+    machine.start_processes(train.Settings())  # both sides have the allocator and threads of train.py
     yield from beside_hugging_face(TOY_SHAPE if toy else SHAPE, 1 if toy else 12, batch_size)
     yield from two_streams(toy, batch_size)
 
 
 def main(argv: list[str] | None = None) -> None:
-    machine.start_processes(train.Settings())  # both sides have the allocator and threads of train.py
     measure(argv, Settings, train_step=figures, objectives=objectives)
 
 

@@ -221,8 +221,8 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None) -> 
         if error is None:
             return state, tensors
         warn_once(f'checkpoint {path} is damaged ({error}); trying the previous one')
-    before = '' if up_to is None else f' of step {up_to} or earlier'
-    raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint{before} to load')
+    before = '' if up_to is None else f' from before its decay, which begins after step {up_to}: train a new run'
+    raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load{before}')
 
 
 def read_checkpoint(path: Path, files) -> tuple[dict, dict]:

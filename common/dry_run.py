@@ -20,7 +20,7 @@ from common.machine import pick_dtype
 from common.missing_data import assumed_data
 from common.parallel import gathered_modules
 from common.run_settings import check_settings, code_folder, describe, model_config
-from data import open_data
+from data import MissingData, open_data
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
@@ -29,7 +29,7 @@ def dry_run(s, given: dict, record, machine) -> None:
     """Check all that train.py checks before it builds the model, and print memory estimates."""
     try:
         data = open_data(s.data)
-    except FileNotFoundError:
+    except MissingData:
         data = assumed_data(s, record)
         print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
               f'enough text{data.hint}')

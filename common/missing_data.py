@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 from common import runs
 from common.files import ROOT, command
-from data.sources import format_of
 
 
 def assumed_data(s, record) -> SimpleNamespace:
@@ -24,7 +23,7 @@ def assumed_data(s, record) -> SimpleNamespace:
         hint = f'. To build it: {s.make_data}'.replace('prepare_fineweb.py', relpath(ROOT / 'prepare_fineweb.py'))
     elif s.data == type(s).data:
         hint = '. To build it: ' + command('prepare_fineweb.py', *tokenizer, f'--out_dir={s.data}', max_tokens)
-    elif re.fullmatch(r'[\w.-]+/[\w.-]+', s.data) and not format_of(s.data):
+    elif re.fullmatch(r'[\w.-]+/[\w.-]+', s.data):
         hint = '. If it is a dataset on the Hugging Face hub: ' + command(
             'prepare_fineweb.py', s.data, *tokenizer, f'--out_dir=data/built/{Path(s.data).name}', max_tokens)
     return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},

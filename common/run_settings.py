@@ -11,7 +11,7 @@ from common import models, parallel, runs
 from common.files import UserError, command
 from common.machine import ranks
 from common.settings import load_settings, options_of
-from data import open_data
+from data import MissingData, open_data
 from data.tokenizers import load_tokenizer, padded_vocab
 
 
@@ -59,7 +59,7 @@ def training_data(s, record):
     with parallel.rank_0_first():
         try:
             data = open_data(s.data)
-        except FileNotFoundError as error:
+        except MissingData as error:
             from common.missing_data import assumed_data
             raise UserError(f'{error}{assumed_data(s, record).hint}')
     if s.verify:

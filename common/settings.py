@@ -187,7 +187,7 @@ def make_settings(Settings: type, values: dict, where: str):
     try:
         return Settings(**values)
     except (ValueError, ZeroDivisionError) as error:
-        raise UserError(f'{error} ({where})')
+        raise (type(error) if isinstance(error, UserError) else UserError)(f'{error} ({where})')
 
 
 def file_of(cls: type) -> str:

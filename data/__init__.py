@@ -7,15 +7,15 @@ on first use: after editing the file, delete that folder.
 import importlib
 from pathlib import Path
 
-from common.files import UserError, locked
-from data.names import builtin_data, task_class
+from common.files import UserError, locked, remove
+from data.names import MissingData, builtin_data, task_class
 from data.shards import BUILT, Data
 
 
 def open_data(name):
     """Open data by name, data folder, or file or folder of texts. Builds it first if needed.
 
-    Returns Data, or Generated for a synthetic task. FileNotFoundError if there is none.
+    Returns Data, or Generated for a synthetic task. MissingData if there is none.
     """
     if task_class(name):
         from data.tasks import Generated
@@ -28,13 +28,15 @@ def open_data(name):
     if name in builtin_data():
         folder, documents = BUILT / name, importlib.import_module(f'data.{name}').documents()
     elif not (folder / 'meta.json').exists():
-        from data.sources import texts_as_data
-        found = texts_as_data(folder)
-        if not found:
-            raise FileNotFoundError(f'no data at {folder}: {expected}')
+        from data.sources import format_of, texts_as_data
+        if not (found := texts_as_data(folder)):
+            is_wrong = folder.exists() or format_of(str(name))  # not a name of data to come
+            raise (UserError if is_wrong else MissingData)(f'no data at {folder}: {expected}')
         folder, documents = BUILT / found[0], found[1]
     if documents and not folder.exists():
         with locked(BUILT, wait=True):
+            for leftover in filter(Path.is_dir, BUILT.glob('.*.writing')):  # of killed processes
+                remove(leftover)
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
                 from data.tokenizers import load_tokenizer

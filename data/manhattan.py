@@ -28,6 +28,7 @@ import torch
 
 from common.files import UserError
 from common.settings import check_ranges
+from data.names import MissingData
 from data.tasks import greedy_answers, greedy_tokens
 
 HELD_OUT = 13  # of every 256 pairs of start and destination, on average
@@ -177,7 +178,8 @@ def read_edges(path: str) -> list[tuple[str, str, str]]:
         if (not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions)
                 or len({(a, direction) for a, direction, _ in edges}) < len(edges)):
             raise ValueError('a word is missing or misplaced, or two edges leave a node in the same direction')
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f'edges = {path} is not a city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
-                        'direction, neighbor], ...]}, words or numbers; leave out edges for a grid')
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        kind = MissingData if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f'edges = {path} is not a city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
+                   'direction, neighbor], ...]}, words or numbers; leave out edges for a grid')
     return edges

@@ -2,8 +2,14 @@
 import importlib
 from pathlib import Path
 
+from common.files import UserError
+
 # the other files
 NOT_DATA = {'names', 'shards', 'sources', 'tasks', 'tokenizer_files', 'tokenizers', 'train_tokenizer', 'writing'}
+
+
+class MissingData(UserError):
+    """There are no data of that name yet: a command may build them."""
 
 
 def builtin_data() -> list[str]:

@@ -344,7 +344,8 @@ def texts_as_data(path: Path) -> tuple[str, Iterator] | None:
 
     Records have their text in the field `text`. The name depends on names, sizes and mtimes.
     """
-    if not any(map(format_of, [str(path)] if path.is_file() else visible_files(str(path)))):
+    formats = {*map(format_of, [str(path)] if path.is_file() else visible_files(str(path)))} - {None}
+    if not formats or 'datasets' in formats:  # the latter: a folder of the library of this name
         return None
     source = Source(str(path), Reading(id_field=None, val_fraction=VAL_FRACTION))
 

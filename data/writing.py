@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import UserError, remove, sha256, write_json
+from common.files import UserError, sha256, write_json
 from data.tokenizers import Tokenizer, copy_tokenizer
 
 VAL_FRACTION = 0.05  # of built-in data and texts
@@ -110,7 +110,6 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
     """
     folder = Path(folder)
     temporary = folder.with_name(f'.{folder.name}.writing')
-    remove(temporary)  # of a killed process
     temporary.mkdir(parents=True)
     try:
         writer = ShardWriter(temporary, tokenizer, shard_tokens)

@@ -24,8 +24,8 @@ def main(doc: str, tables: dict[str, list[str]], rows: dict[str, list[str]] | No
          guesses: dict[str, str] | None = None, argv=None) -> None:
     """Print or run the commands of the named tables. A run that exists is resumed.
 
-    tables: {table: commands}, in order; rows: the same of parts that can be named, too; guesses:
-    {table: what its paper leaves open}.
+    tables: {table: commands}, in order; rows: {run: its command}, which can be named like a table;
+    guesses: {table: what its paper leaves open}.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('tables', nargs='*', metavar='TABLE', help=', '.join(tables))
@@ -34,7 +34,8 @@ def main(doc: str, tables: dict[str, list[str]], rows: dict[str, list[str]] | No
     s = parser.parse_args(argv)
     known, guesses = tables | (rows or {}), guesses or {}
     if unknown := [name for name in s.tables if name not in known]:
-        parser.error(f'unknown table {", ".join(unknown)}: expected {", ".join(tables)}')
+        parser.error(f'unknown table {", ".join(unknown)}: expected {", ".join(tables)}'
+                     + (' or the name of a row' if rows else ''))
     for name in s.tables or tables:
         print(f'\n# {name}' + (f' (guess: {guesses[name]})' if guesses.get(name) else ''))
         for command in known[name]:

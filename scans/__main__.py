@@ -45,8 +45,8 @@ def compare_kernels(argv) -> None:
     if triton is None:
         return print('The Triton kernels were not compared, because there is no Triton here.')
     environment = os.environ | {'TRITON_INTERPRET': '1', 'PYTHONPATH': os.pathsep.join(sys.path)}
-    if subprocess.run([sys.executable, '-m', 'scans', *argv], env=environment).returncode:
-        sys.exit('scans: the Triton kernels were not changed in the same way, and the pin would enable them')
+    if subprocess.run([sys.executable, '-m', 'scans', *argv, '--kernels'], env=environment).returncode:
+        sys.exit('scans: the comparison of the Triton kernels failed (above), and the pin would enable them')
 
 
 def main(argv=None):
@@ -54,7 +54,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('name', choices=NAMES, help='the fast form, a file of this folder')
     parser.add_argument('--model', help='name or path of the file with the equations; default: the same name')
+    parser.add_argument('--kernels', action='store_true', help='only the Triton kernels; needs TRITON_INTERPRET=1')
     s = parser.parse_args(argv)
+    if s.kernels != KERNELS_ON_CPU:
+        parser.error('TRITON_INTERPRET=1 is for --kernels, and --kernels needs it')
     path = Path(s.model or s.name)
     if path.suffix == '.py':
         sys.path.insert(0, str(path.parent))
@@ -67,8 +70,8 @@ def main(argv=None):
         sys.exit(f'scans: {fast.__name__} and {file.__name__} differ by {difference:.1e} (relative, float64): the '
                  'equations stay step by step')
     print(f'{fast.__name__} and {file.__name__} agree within {difference:.1e} (relative, float64)'
-          + (', in Triton' if KERNELS_ON_CPU else ''), flush=True)
-    if KERNELS_ON_CPU:
+          + (', in Triton' if s.kernels else ''), flush=True)
+    if s.kernels:
         return
     if getattr(fast, 'HAS_KERNELS', False):
         compare_kernels(argv)

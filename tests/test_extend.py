@@ -59,7 +59,7 @@ def test_runs_that_cannot_be_extended_give_a_clear_error(short, tmp_path):
     assert_sentence(extend(short, tmp_path / 'new', 40, '--seed=3'), 'has seed = 1337, but 3 was given')
     early = shutil.copytree(short, tmp_path / 'early')
     shutil.rmtree(early / 'ckpt/step_00000018')
-    assert_sentence(extend(early, tmp_path / 'new', 40), 'has no checkpoint of step 18 or earlier')
+    assert_sentence(extend(early, tmp_path / 'new', 40), 'from before its decay', 'after step 18: train a new run')
     cosine = shutil.copytree(short, tmp_path / 'cosine')
     text = (cosine / 'config.json').read_text()
     (cosine / 'config.json').write_text(text.replace('"wsd"', '"cosine"'))

@@ -6,12 +6,11 @@ import re
 import statistics
 from operator import itemgetter
 
-import numpy as np
 import pytest
 from conftest import ROOT
 
 from analysis import claims
-from analysis.figures import by_label, mean_and_interval, read_csv
+from analysis.figures import by_label, mean_and_interval, paired_gaps, read_csv
 from analysis.runs import group_by
 from common.gpu import PEAK_FLOPS
 
@@ -331,7 +330,7 @@ def test_intervals_and_verdicts_follow_from_the_losses_of_each_seed():
         for row, own in zip(table, losses):
             found = mean_and_interval(own, 'loss', 'low', 'high')
             if row['minus_first']:
-                gaps = np.subtract(own, first[row.get('equal')]).tolist()
+                gaps = paired_gaps(own, first[row.get('equal')])
                 found |= mean_and_interval(gaps, 'minus_first', 'its_low', 'its_high')
             assert {key: float(row[key]) for key in found} == pytest.approx(found)
     saved = claims.add_verdicts([*claims.saved_rows(RESULTS / 'claims/claims.csv').values()])

@@ -12,7 +12,7 @@ from conftest import assert_sentence, run, succeeded
 
 from common import models, runs
 from common.files import UserError
-from data import a5, open_data, tasks
+from data import MissingData, a5, open_data, tasks
 from data.__main__ import main as print_row
 from data.tasks import make_task
 from data.tokenizers import load_tokenizer
@@ -285,11 +285,13 @@ def test_bad_options_give_a_clear_error(name, sentence):
 
 @pytest.mark.parametrize('name, sentence', [
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)'),
-    ('manhattan:edges=none.json', "No such file or directory: 'none.json'")])
-def test_missing_data_are_a_missing_file(name, sentence):
-    """So that a dry run can go on without them."""
-    with pytest.raises(FileNotFoundError, match=re.escape(sentence)):
+    ('manhattan:edges=none.json', 'edges = none.json is not a city'),
+    ('none.txt', 'expected a .txt, .jsonl, .csv or .parquet file'), ('docs', 'a folder with meta.json or of such')])
+def test_a_dry_run_goes_on_only_without_data_that_a_command_may_build(name, sentence):
+    is_to_come = name in ('path_stars', 'manhattan:edges=none.json')
+    with pytest.raises(UserError, match=re.escape(sentence)) as error:
         open_data(name)
+    assert isinstance(error.value, MissingData) == is_to_come
 
 
 @pytest.mark.parametrize('text', ['[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}',

@@ -237,7 +237,7 @@ def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_pat
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
     with pytest.raises(UserError, match='record 2, does not have the fields of lambada_openai'):
         local_records(tmp_path, 'lambada_openai')
-    with pytest.raises(FileNotFoundError, match='no data at True'):
+    with pytest.raises(UserError, match='no data at True'):
         runs.run_data({'settings': {'data': True}}, None)
     record = runs.read_run(trained)
     runs.run_data(record | {'data': record['data'] | {'sha256': 'old'}}, None)

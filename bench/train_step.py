@@ -105,7 +105,8 @@ def two_streams(toy: bool, batch_size: int) -> Iterator[dict]:
     shape, lengths = (TOY_SHAPE, [16]) if toy else (dict(n_layer=6, n_head=6, n_embd=384), [1024, 256])
     for T in lengths:
         for dtype in DTYPES:
-            yield beside_standard(FAMILY, shape, T, max(1, batch_size * 256 // T), dtype, rounds=1 if toy else 7)
+            rows, rounds = (2, 1) if toy else (max(1, batch_size * 256 // T), 7)
+            yield beside_standard(FAMILY, shape, T, rows, dtype, rounds)
 
 
 # ---- the papers' tables ----

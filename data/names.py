@@ -9,7 +9,7 @@ NOT_DATA = {'names', 'shards', 'sources', 'tasks', 'tokenizer_files', 'tokenizer
 
 
 class MissingData(UserError):
-    """There are no data of that name yet: a command may build them."""
+    """There are no data of that name, but a command may build them."""
 
 
 def builtin_data() -> list[str]:

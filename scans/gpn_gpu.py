@@ -141,7 +141,7 @@ def memory_inputs(z, rates, heads):
     """Return the memory's inputs (eq. 8, 9): q, k (N, H, K), v (N, H, D), beta, decay (N, H).
 
     z has columns query HK, key HK, value HD, beta H, decay H; rates (2, H): exp(A) and dt_bias;
-    heads: H, K, D, eps of keys. If rates is None, z has only the query, and so has the result.
+    heads: H, K, D, eps of keys. Without rates, z is the query's columns, and the result is [q].
     """
     H, K, D, eps = heads
     if rates is None:

@@ -8,7 +8,12 @@
    written for the compiler to vectorize. OpenMP threads share panels, heads or rows.
 
        S steps   B rows   C state   F feed-forward   H heads   K x D head memory   L layers   Y = F + H D
-   Layouts of the input product, saved and pairs: the picture in gpn.py. Here saved has all L states.
+   Arrays of pointers, by index, for layer l. z: input product, whose columns gpn.py draws; r: memory read
+       w       0, 1: W, b of the ground gate   2 + 3l, 3 + 3l: W, b of z   4 + 3l: W' of y
+               2 + 3L: decay rates             3 + 3L: first key
+       saved   l: state after the layer        L: z of the ground gate     L + 1 + 2l: z   L + 2 + 2l: r
+       pairs   0, 1: dz, n(s) of the ground gate   2 + 4l, 3 + 4l: dz, n(x)   4 + 4l, 5 + 4l: dout, y
+               For l > 0, pairs[4l] is dout of the layer below, so it is also dx of layer l.
 */
 #include <stdlib.h>
 #include <tgmath.h>
@@ -82,7 +87,7 @@ INLINE void tile(const int R, const factor *x, const factor *w, const real *bias
         EACH(j, columns) y[r * n + j] = ((real *)sum[r])[j] + (bias ? bias[j] : 0);
 }
 
-/* room: B (c + 1) factors, for x rounded to bf16 with -DBF16 */
+/* All threads must call it. room: B (c + 1) factors, for x rounded to bf16 with -DBF16 */
 static void product(const real *x, const real *weight, const real *bias, real *y, long B, long c, long n,
                     factor *room) {
     const factor *rows = (const factor *)x, *w = (const factor *)weight;
@@ -119,10 +124,8 @@ INLINE real exponential(real x) {
 INLINE real sigmoid(real x) { return 1 / (1 + exponential(-x)); }
 INLINE real softplus(real x) { return x > 20 ? x : log1p(exp(x)); }
 
-/* eq. 9, and its gradient: beta (1 - beta) */
+/* eq. 9; a: the decay's column of z. Their derivatives: dz[write_gate], dz[decay_gate] and drate. */
 INLINE real beta_of(real z) { return sigmoid(z); }
-
-/* eq. 9; a: the decay's column of z. Gradients of log(decay): -rate sigmoid(a) to a, -softplus(a) to rate. */
 INLINE real decay_of(real rate, real a) { return exponential(-rate * softplus(a)); }
 
 /* y = x / sqrt(|x|^2 + eps^2). Returns 1 / sqrt(|x|^2 + eps^2). */
@@ -181,20 +184,20 @@ INLINE void read_backward(real *g, const real *m, const real *q, const real *gra
    *glog is that of log(decay). The equations: `_delta_backward_kernel` in gpn_gpu.py. */
 INLINE real write_backward(real *g, const real *before, const real *k, const real *v, real decay, real beta,
                            real carry, real *gk, real *gv, real *glog, long K, long D) {
-    real error[D], gbeta = 0, held = 0;
+    real error[D], gbeta = 0, g_dot_m = 0;
     EACH(d, D) error[d] = v[d], gv[d] = 0;
     for (long a = 0; a < K; a++)
         EACH(d, D) error[d] -= carry * k[a] * before[a * D + d], gv[d] += beta * k[a] * g[a * D + d];
     for (long a = 0; a < K; a++) {
-        real to_key = 0, through = 0, along = 0;
+        real to_key = 0, through = 0, along = 0;  /* row a of g e and of m gv; its part of <g, m> */
         EACH(d, D) {
             real m = carry * before[a * D + d], x = g[a * D + d];
             to_key += x * error[d], through += m * gv[d], along += m * x;
             g[a * D + d] = carry * (decay * x - k[a] * gv[d]);
         }
-        gk[a] = beta * to_key - through, gbeta += k[a] * to_key, held += along;
+        gk[a] = beta * to_key - through, gbeta += k[a] * to_key, g_dot_m += along;
     }
-    *glog = decay * held;
+    *glog = decay * g_dot_m;
     return gbeta;
 }
 
@@ -209,19 +212,16 @@ INLINE long width(const sizes *n, long l) {
 
 /* ---- S steps ----
 
-   w: weight and bias of the ground gate; per layer, weight and bias of the input product, weight of
-   the output product; decay rates; first key. s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are
-   updated in place, or if n->keep = 1, they have S + 1 entries and step t goes from entry t to t + 1
-   (where a document starts, s and k of entry t are reset).
-   carry_mask (S, B): 0 where a document starts; active (S, B): 0 where a row is unchanged; may be null.
-   saved (S, B, ...) is written: states of the layers; ground gate's product; per layer, the input
-   product and what was read. */
+   s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are updated in place, or if n->keep = 1, they
+   have S + 1 entries and step t goes from entry t to t + 1 (where a document starts, s and k of entry
+   t are reset). carry_mask (S, B): 0 where a document starts; active (S, B): 0 where a row is
+   unchanged; may be null. saved (S, B, ...) is written. */
 
 void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const real *u, const real *carry_mask,
            const char *active, real *const *saved) {
     const long B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L, Y = F + H * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * Y + 1));
+    real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * Y + 1));  /* the last C + Y + 1 of a row: room */
     real *ground = scratch, *normed = ground + B * C, *y = normed + B * C;
     factor *room = (factor *)(y + B * Y);
 #pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > MIN_PARALLEL)
@@ -288,9 +288,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
 
    Arguments as for `KernelSteps.backward` in gpn_gpu.py. Weights are transposed; ds, dk, dm are updated in
    place. memories (S, B, H, K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K)
-   start as zeros. pairs (S, B, ...) is written: for the ground gate's product, then each layer's input
-   and output product, the gradient of the result and the input vector. d: gradient of a layer's output,
-   dx: of its input. */
+   start as zeros. pairs (S, B, ...) is written. d: gradient of a layer's output, dx: of its input. */
 
 void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, const real *carry_mask, const real *s,
                     const real *k, const real *memory, const real *grad, real *ds, real *dk, real *dm,
@@ -298,6 +296,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
     const long S = n->S, B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L;
     const long Y = F + H * D, M = B * H * K * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
+    /* the last W + 1 of a row: room */
     real *scratch = malloc(sizeof(real) * B * (2 * C + 2 * width(n, 0) + Y + 2 + S * H * K));
     real *state = scratch, *ground = state + B * C, *cut = ground + B * C, *dy = cut + B * width(n, 0);
     real *inverses = dy + B * Y, *keys = inverses + B;  /* keys: the key of each step's write */
@@ -312,7 +311,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 real *used = keys + (t * B * H + j) * K;
                 if (!carry) EACH(i, K) used[i] = first_key[h * K + i];
                 else if (t == 0) EACH(i, K) used[i] = k[j * K + i];
-                else key(z - B * width(n, 0) + C + (H + h) * K, used, K, n->key_eps);
+                else key(z - B * width(n, 0) + C + (H + h) * K, used, K, n->key_eps);  /* made at t - 1 */
                 const real *before = t ? memories + (t - 1) * M : memory;
                 const real beta = beta_of(zb[0]), decay = decay_of(rate[h], zb[H]);
                 write(before + j * K * D, memories + t * M + j * K * D, used, z + values(n) + h * D, decay, beta, carry,
@@ -327,7 +326,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 EACH(i, C) {
                     state[row + i] = carry * s[at + i];
                     ground[row + i] = u[at + i] + sigmoid(z0[row + i]) * state[row + i];
-                    pairs[4 * L][at + i] = ds[row + i] + grad[at + i];  /* that is 4 + 4 l of the last layer */
+                    pairs[4 * L][at + i] = ds[row + i] + grad[at + i];  /* dout of the last layer */
                 }
             }
             for (long l = L - 1; l >= 0; l--) {
@@ -341,7 +340,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 product(d, w[4 + 3 * l], 0, dy, B, C, Y, room);
                 SHARED(b, B) {
                     const long z1 = b * W + W - F - Y, z2 = z1 + Y;
-                    real other[Y], *dother = dy + b * Y;  /* reuses dy */
+                    real other[Y], *dother = dy + b * Y;  /* overwrites dy; ends as the read's gradient, from F on */
                     const real inverse = l2_normalize(memory_read + b * H * D, other + F, H * D, n->read_eps);
                     EACH(i, F) other[i] = z[z2 + i];
                     EACH(i, Y) {
@@ -351,7 +350,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                         dother[i] = g * gated;
                     }
                     EACH(i, F) dz[z2 + i] = dother[i];
-                    l2_normalize_backward(dother + F, other + F, inverse, dother + F, H * D);  /* the memory read */
+                    l2_normalize_backward(dother + F, other + F, inverse, dother + F, H * D);
                     EACH(i, C) {
                         real gate = sigmoid(z[b * W + i]);
                         dz[b * W + i] = d[b * C + i] * x[b * C + i] * gate * (1 - gate);

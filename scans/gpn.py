@@ -14,7 +14,7 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
         q, next k, v, beta, decay of memory_in              eq. 8, 9        memory_inputs
         M = decay M + beta k (v - M^T k)^T,  r = M^T q      eq. 10, 11      delta_step
         y = silu(z1) (z2, n(r)),  z1, z2 = glu_in           eq. 5, 11       glu
-        x = sigmoid(gate_in) x + W' y                          eq. 5, 7, 11    gated_add_norm
+        x = sigmoid(gate_in) x + W' y                       eq. 5, 7, 11    gated_add_norm
     s = x
 
 * Each RMSNorm is n(x) times a weight, which is folded into the next matrix (`fold`). So all
@@ -23,10 +23,17 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
 * Only the gradients of s, k and M are computed step by step. Each weight's gradient is one large
   product per segment (`scan_backward`).
 
-To change an equation, change all of its places and `paper_states` in tests/test_gpn.py, then PINS:
-a pin enables C and kernels together, and an old one would run the new equation for copies of the
-old model_gpn.py. `python -m scans gpn` compares both forms with `Model.loop`, at one shape; the
-tests, at more, with repeated `Model.step`, and each kernel with its plain function.
+To change an equation, change all of its places below, and `paper_states` in tests/test_gpn.py. For
+beta in eq. 9, they are in row memory_inputs: the plain function and both kernels; in C, `beta_of`
+and dz[write_gate]. Then, in this order:
+
+    python -m scans gpn               compares C and kernels with `Model.loop`, prints the new pin
+    PINS = {new pin}                  enables both; an old pin would run the new equation for copies
+                                      of the old model_gpn.py
+    pytest tests/test_gpn.py          equations with `paper_states`, C with repeated `Model.step`
+    pytest tests/test_gpn_scan.py     kernels with their plain functions, both forms at odd sizes
+
+In the table, "it" is the function of that name, and "here" is this file.
 
                     gpn_gpu.py                                gpn.c, forward and backward
     gated_add_norm  it, `norm_and_gate_backward`, `gated`,    sigmoid(z0[..]), sigmoid(z[b..]),
@@ -155,31 +162,34 @@ class Sizes(NamedTuple):
 
 
 def fold(model):
-    """Return `folded`: a GPN's weights, with the norms' weights folded in."""
+    """Return `folded`: a GPN's weights, with the norms' weights folded in.
+
+    Autograd differentiates this function: the backward by hand ends at its results.
+    """
     c, write = model.config, model.write
     root = c.n_embd ** 0.5  # RMSNorm is `l2_normalize` times this and its weight
 
-    def folded(linear, norm):
+    def times_norm(linear, norm):
         return linear.weight * (norm.weight * root)
 
-    weights = [folded(model.ground_gate, model.ground_norm), model.ground_gate.bias]
+    weights = [times_norm(model.ground_gate, model.ground_norm), model.ground_gate.bias]
     for i, layer in enumerate(model.layers):
-        gate, up = folded(layer.gate_up, layer.ffn_norm).chunk(2)
-        w_in, b_in, w_out = [folded(layer.gate, layer.gate_norm)], [layer.gate.bias], layer.ffn_out.weight
+        z1, z2 = times_norm(layer.gate_up, layer.ffn_norm).chunk(2)
+        w_in, b_in, w_out = [times_norm(layer.gate, layer.gate_norm)], [layer.gate.bias], layer.ffn_out.weight
         if write is not None:
-            w_in.append(folded(layer.query, layer.read_norm))
+            w_in.append(times_norm(layer.query, layer.read_norm))
             b_in.append(layer.query.bias)
-            gate = torch.cat([gate, folded(layer.read_gate, layer.read_norm)])
+            z1 = torch.cat([z1, times_norm(layer.read_gate, layer.read_norm)])
             read_weight = layer.out_norm.weight * len(layer.out_norm.weight) ** 0.5
             w_out = torch.cat([w_out, layer.read_out.weight * read_weight], 1)
         if write is not None and i == 0:
-            w_in += [folded(linear, write.norm) for linear in (write.key, write.value, write.beta, write.decay)]
+            w_in += [times_norm(linear, write.norm) for linear in (write.key, write.value, write.beta, write.decay)]
             no_bias = write.dt_bias.new_zeros(write.value.out_features + write.beta.out_features)
             b_in += [write.key.bias, no_bias, write.dt_bias]
-        b_in.append(up.new_zeros(len(gate) + len(up)))
-        weights += [torch.cat([*w_in, gate, up]), torch.cat(b_in), w_out]
+        b_in.append(z1.new_zeros(len(z1) + len(z2)))
+        weights += [torch.cat([*w_in, z1, z2]), torch.cat(b_in), w_out]
     if write is None:
-        return [*weights, up.new_zeros(0), up.new_zeros(0, c.d_k)]
+        return [*weights, z1.new_zeros(0), z1.new_zeros(0, c.d_k)]
     return [*weights, write.log_rate.exp(), Sizes.from_config(c).key_of(write.key.bias)]
 
 
@@ -274,6 +284,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
         totals = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
         for (a, b), memory in reversed(list(zip(sizes.segments(T), memories))):
+            # the state before each step: the outputs, shifted by one
             s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
             k = w.first_key.repeat(B, 1, 1)
             if a:  # the key from the previous step; saved[L] is the first layer's z
@@ -287,8 +298,10 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
                 if i == 0 or i % 2:  # output products have no bias
                     next(total).add_(dout.sum((0, 1)))
             totals[-2] += drate
-            totals[-1] += dfirst if a else dfirst + dk.sum(0)
-            if a % sizes.bptt_len == 0:  # the key's gradient still reaches its weights, one step before
+            totals[-1] += dfirst if a else dfirst + dk.sum(0)  # step 0 wrote with first_key
+            # BPTT is cut: `loop` makes k from the detached g. Here step a - 1 made k, so dk goes on
+            # to that step, where `is_cut` lets it reach the key's weights only
+            if a % sizes.bptt_len == 0:
                 ds, dm = torch.zeros_like(ds), torch.zeros_like(dm)
     return [grad_u, *(total.to(x.dtype) for total, x in zip(totals, folded))]
 

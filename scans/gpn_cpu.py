@@ -27,12 +27,14 @@ LIBRARY_DIR = Path(__file__).with_name('__pycache__')  # compiled libraries
 @functools.cache
 def build(dtype):
     """Compile gpn.c for this machine and dtype, or return None (no C compiler or bf16 units)."""
+    # the math flags let sums vectorize; unlike -ffast-math, they keep NaN and infinity
     command = [*shlex.split(os.environ.get('CC', 'cc')), '-O3', '-march=native', '-fno-math-errno', '-fno-signed-zeros',
                '-fno-trapping-math', '-fassociative-math', '-shared', '-fPIC']
     command += {torch.float64: ['-DDOUBLE'], torch.bfloat16: ['-DBF16']}.get(dtype, [])
     library = _library([*command, '-fopenmp']) or _library(command)  # with OpenMP if available
     if library is not None:
         real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
+        # struct `sizes` of gpn.c, in its order
         fields = [(name, ctypes.c_long) for name in (*'SBCFHKDL', 'threads', 'keep')]
         fields += [(name, real) for name in ('state_eps', 'read_eps', 'key_eps')]
         library.Numbers = type('Numbers', (ctypes.Structure,), {'_fields_': fields})
@@ -101,6 +103,7 @@ class CSteps:
         return whole.unflatten(0, (-1, width)).unflatten(2, (-1, pair)).transpose(1, 2).contiguous()
 
     def _call(self, function, u, *arguments):
+        """Call a C function with sizes, weights and arguments. u: for S, B and dtype."""
         assert u.dtype == self.rate.dtype, f'{u.dtype} with weights of {self.rate.dtype}'
         self.numbers.S, self.numbers.B, self.numbers.threads = *u.shape[:2], torch.get_num_threads()
         function(ctypes.byref(self.numbers), self.pointers, *map(pointers, arguments))

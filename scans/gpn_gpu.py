@@ -319,9 +319,10 @@ def _delta_backward_kernel(grad, memory, k, v, beta, decay, q, grad_read, carry,
     """Backward of one step: updates grad (BH, K, D), the memory's gradient, and writes the others.
 
     Per tile: shares (tiles, 2, BH, K) of q and k, scalars (tiles, 2, BH) of beta and log(decay).
-    With error e = v - m^T k, m' = decay m + beta k e^T and g the gradient of m', plus q gr^T:
-    gv = beta g^T k; gk = beta g e - m gv; gq = m' gr; to beta k^T g e; to log(decay)
-    decay <g, m>; to m decay g - k gv^T.
+    With e = v - m^T k, m' = decay m + beta k e^T, the read r = m'^T q, its gradient gr, and g, the
+    gradient of m' plus q gr^T, the gradients are
+        q   m' gr               v      gv = beta g^T k    log(decay)   decay <g, m>
+        k   beta g e - m gv     beta   k^T g e            m            decay g - k gv^T
     """
     head, tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS)
     column = tile * TILE + tl.arange(0, TILE)
@@ -411,6 +412,8 @@ class KernelSteps:
         s, u: (B, C); direction: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D); the new one
         is stored in memory_after; carry: (B, 1), 0 where a document starts; active: (B, 1), False
         where the memory is kept. Returns s, direction, k; for the backward, states and products.
+        Where a document starts, z still comes from the last document's s. That is harmless only
+        because eq. 4 multiplies its gate by s, which carry makes 0. (C resets s first.)
         """
         z = F.linear(direction, *self.ground)
         states, products = [], [z]
@@ -476,7 +479,9 @@ class KernelSteps:
         ground, layers = self.recompute(u, carry, start, saved)
         ground_steps, layer_steps = unbind_steps(ground), [unbind_steps(layer) for layer in layers]
         douts, du, dks = [[] for _ in range(L)], [], []
-        carries = [None] * (S + 1) if carry is None else [*carry, None]  # the incoming dk has its carry applied
+        # dks keeps unmasked gradients, for first_key, so step t applies the carry of step t + 1.
+        # The last step needs none: the next segment has masked its dk below
+        carries = [None] * (S + 1) if carry is None else [*carry, None]
         for t in reversed(range(S)):
             d = ds + grad[t]
             for i in reversed(range(L)):
@@ -485,16 +490,15 @@ class KernelSteps:
                 torch.mul(d, at.slope, out=at.d_gate_in)  # eq. 7
                 dread = launch_glu_backward(d.to(self.dtype) @ w_out, at.glu_in, at.memory_read, self.read_eps,
                                             at.d_glu_in, at.y)
-                dz = at.dz
-                if i == 0:
-                    # from the gradient of the key that this step makes to that of the key it uses
+                if i == 0:  # from the gradient of the key that this step makes to that of the key it uses
                     dk = self.write_backward(at, dread, dk, dm, carries[t], carries[t + 1])
                     dks.append(dk)
-                    if is_cut and t == S - 1:  # no gradient through the columns of the next key
-                        dz = dz.clone()
-                        dz[:, self.sizes.next_key()] = 0
                 else:
                     self.read_backward(at, dread, dm)
+                dz = at.dz  # complete: its columns are d_gate_in, d_memory_in and d_glu_in
+                if i == 0 and is_cut and t == S - 1:  # the next key's columns reach its weights, but not x
+                    dz = dz.clone()
+                    dz[:, self.sizes.next_key()] = 0
                 d = self.norm_and_gate_backward(dz @ w_in, at.direction, at.inverse, d, at.gate)
             at = ground_steps[t]
             du.append(d)
@@ -505,7 +509,7 @@ class KernelSteps:
             return torch.stack(last_first[::-1])
 
         drate, dfirst = layers[0]['drate'].sum((0, 1)), torch.zeros_like(self.first_key)
-        if carry is not None:
+        if carry is not None:  # document starts use first_key, so it gets the gradients of their keys
             dfirst, dk = (stack(dks) * (1 - carry.unsqueeze(-1))).sum((0, 1)), dk * carry[0].unsqueeze(-1)
         pairs = [(ground['dz'], ground['direction'])]
         for i, layer in enumerate(layers):
@@ -515,7 +519,11 @@ class KernelSteps:
     def recompute(self, u, carry, start, saved):
         """Compute, for all steps at once, the values that `backward` needs.
 
-        Returns {name: (S, B, ...)} of the ground gate and of each layer; dz is room for gradients.
+        Returns {name: (S, B, ...)} of the ground gate and of each layer:
+            direction, inverse, gate, slope   n(x), 1 / |x|, sigmoid(z), x sigmoid'(z)
+            gate_in, memory_in, glu_in        columns of z; d_gate_in, ...: those of dz
+            q, memory_read, memory            and in the first layer, k, v, beta, decay of the write
+            dz, y, drate                      room, which `backward` fills
         """
         (s, k, memory), (S, B, _), (H, _, D, _) = start, u.shape, self.heads
         states, products = saved[:self.sizes.n_layer - 1], iter(saved[self.sizes.n_layer - 1:])
@@ -541,7 +549,7 @@ class KernelSteps:
         return ground, layers
 
     def gated(self, x, z):
-        """Return what the backward of a gate and x's norm needs; dz is room for z's gradient."""
+        """Return the values of `recompute` that a gate of x, from z, and x's norm need."""
         (direction, length), gate = l2_normalize(x, self.state_eps), torch.sigmoid(z[..., :x.shape[-1]].to(x.dtype))
         return dict(direction=direction, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate),
                     dz=torch.empty_like(z))

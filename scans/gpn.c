@@ -8,9 +8,10 @@
    written for the compiler to vectorize. OpenMP threads share panels, heads or rows.
 
        S steps   B rows   C state   F feed-forward   H heads   K x D head memory   L layers   Y = F + H D
-   Arrays of pointers, by index, for layer l. z: input product, whose columns gpn.py draws; r: memory read
-       w       0, 1: W, b of the ground gate   2 + 3l, 3 + 3l: W, b of z   4 + 3l: W' of y
-               2 + 3L: decay rates             3 + 3L: first key
+       W = width(n, l), the columns of z, the input product, which gpn.py draws
+   Arrays of pointers, by index, for layer l; r: memory read
+       w       0, 1: weight, bias of the ground gate   2 + 3l, 3 + 3l: those of z   4 + 3l: weight of y
+               2 + 3L: decay rates                     3 + 3L: first key
        saved   l: state after the layer        L: z of the ground gate     L + 1 + 2l: z   L + 2 + 2l: r
        pairs   0, 1: dz, n(s) of the ground gate   2 + 4l, 3 + 4l: dz, n(x)   4 + 4l, 5 + 4l: dout, y
                For l > 0, pairs[4l] is dout of the layer below, so it is also dx of layer l.
@@ -56,7 +57,8 @@ enum { PAIR = 1 };
 typedef struct { long S, B, C, F, H, K, D, L, threads, keep; real state_eps, read_eps, key_eps; } sizes;
 
 /* EACH: iterations are independent, except for sums; pointers that alias are only accessed at index i.
-   SHARED: iterations are split over the threads, with a barrier at the end. */
+   SHARED: iterations are split over the threads, with a barrier at the end. Every thread runs the code
+   around it, which therefore writes only variables of its own block. */
 #define EACH(i, n) _Pragma("GCC ivdep") for (long i = 0; i < (n); i++)
 #define SHARED(i, n) _Pragma("omp for") for (long i = 0; i < (n); i++)
 #define INLINE static inline __attribute__((always_inline))
@@ -296,7 +298,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
     const long S = n->S, B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L;
     const long Y = F + H * D, M = B * H * K * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    /* the last W + 1 of a row: room */
+    /* the last width(n, 0) + 1 of a row: room */
     real *scratch = malloc(sizeof(real) * B * (2 * C + 2 * width(n, 0) + Y + 2 + S * H * K));
     real *state = scratch, *ground = state + B * C, *cut = ground + B * C, *dy = cut + B * width(n, 0);
     real *inverses = dy + B * Y, *keys = inverses + B;  /* keys: the key of each step's write */
@@ -325,7 +327,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 const real carry = carry_at(carry_mask, t * B + b);
                 EACH(i, C) {
                     state[row + i] = carry * s[at + i];
-                    ground[row + i] = u[at + i] + sigmoid(z0[row + i]) * state[row + i];
+                    ground[row + i] = u[at + i] + sigmoid(z0[row + i]) * state[row + i];  /* eq. 4 */
                     pairs[4 * L][at + i] = ds[row + i] + grad[at + i];  /* dout of the last layer */
                 }
             }
@@ -346,14 +348,14 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                     EACH(i, Y) {
                         const real gate = sigmoid(z[z1 + i]), gated = z[z1 + i] * gate, g = dother[i];
                         y[b * Y + i] = gated * other[i];
-                        dz[z1 + i] = g * other[i] * gate * (1 + z[z1 + i] - gated);
+                        dz[z1 + i] = g * other[i] * gate * (1 + z[z1 + i] - gated);  /* eq. 5, 11 */
                         dother[i] = g * gated;
                     }
                     EACH(i, F) dz[z2 + i] = dother[i];
                     l2_normalize_backward(dother + F, other + F, inverse, dother + F, H * D);
                     EACH(i, C) {
                         real gate = sigmoid(z[b * W + i]);
-                        dz[b * W + i] = d[b * C + i] * x[b * C + i] * gate * (1 - gate);
+                        dz[b * W + i] = d[b * C + i] * x[b * C + i] * gate * (1 - gate);  /* eq. 7 */
                     }
                     inverses[b] = l2_normalize(x + b * C, normed + b * C, C, n->state_eps);
                 }
@@ -388,13 +390,13 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 product(ends ? cut : dz, w[2 + 3 * l], 0, dx, B, W, C, room);
                 SHARED(b, B) {
                     l2_normalize_backward(dx + b * C, normed + b * C, inverses[b], dx + b * C, C);
-                    EACH(i, C) dx[b * C + i] += d[b * C + i] * sigmoid(z[b * W + i]);
+                    EACH(i, C) dx[b * C + i] += d[b * C + i] * sigmoid(z[b * W + i]);  /* eq. 7 */
                 }
             }
             SHARED(b, B) EACH(i, C) {
                 const long at = b * C + i;
                 const real gate = sigmoid(z0[at]);
-                dz0[at] = dground[at] * state[at] * gate * (1 - gate);
+                dz0[at] = dground[at] * state[at] * gate * (1 - gate);  /* eq. 4 */
             }
             product(dz0, w[0], 0, ds, B, C, C, room);  /* ds of this step was read at its start */
             SHARED(b, B) {
@@ -402,7 +404,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 const real carry = carry_at(carry_mask, t * B + b);
                 const real inverse = l2_normalize(state + row, n0 + row, C, n->state_eps);
                 l2_normalize_backward(ds + row, n0 + row, inverse, ds + row, C);
-                EACH(i, C) ds[row + i] = carry * (ds[row + i] + dground[row + i] * sigmoid(z0[row + i]));
+                EACH(i, C) ds[row + i] = carry * (ds[row + i] + dground[row + i] * sigmoid(z0[row + i]));  /* eq. 4 */
             }
         }
     }

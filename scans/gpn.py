@@ -32,22 +32,26 @@ and dz[write_gate]. Then, in this order:
                                       of the old model_gpn.py
     pytest tests/test_gpn.py          equations with `paper_states`, C with repeated `Model.step`
     pytest tests/test_gpn_scan.py     kernels with their plain functions, both forms at odd sizes
+    pytest tests/test_scans.py        the pin; its EDITS quote a line of eq. 10
+
+Without Triton, the kernels are not compared, but the pin enables them. Only a GPU runs CUDA graphs
+and torch.compile: repeat test_gpn_scan.py there.
 
 In the table, "it" is the function of that name, and "here" is this file.
 
                     gpn_gpu.py                                gpn.c, forward and backward
     gated_add_norm  it, `norm_and_gate_backward`, `gated`,    sigmoid(z0[..]), sigmoid(z[b..]),
-                    `recompute`, `steps`, and in              `l2_normalize` of C
-                    `KernelSteps.backward`
+                    `recompute`: state after eq. 4,           du, `l2_normalize` of C
+                    `steps`: n(s), `backward`: slope, du
     memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, `decay_of`,
                     `_softplus`, `key_of`, `load`; here       `beta_of`, dz[write_gate],
-                    `fold`: exp(A), first key                 dz[decay_gate], drate
+                    `fold`: exp(A), first key                 dz[decay_gate], drate, v at `values`
     delta_step      it, its two kernels; `step`: beta and     `write`, `read_memory`, and the
                     decay if not active; above layer one,     backward of both
                     `read_heads`, `read_backward`
     glu             it, its two kernels; here `Sizes.eps`     loops over F, H * D and Y,
                     and `fold`: weight of the read's norm     `l2_normalize` of H * D
-    columns of z    as memory_inputs, and `recompute`; here   `width`, `values`, offsets of keys
+    columns of z    as memory_inputs, and `recompute`; here   `width`, `values`, z1, keys' offsets
                     `fold`, `columns`, `next_key`
     documents, and  carry, first_key, dfirst, next_carry,     `carry_at`, first_key, dfirst,
     cuts of BPTT    is_cut; here `scan_forward` and           reset of s0 and k0, `cut`
@@ -108,7 +112,7 @@ def _compiles_c(device_type):
 
 # ---- weights: norms folded in, one product for everything that reads the same vector ----
 #
-# z       input product of a layer, (S, B, W). [...]: first layer only. z1: F and HD columns, z2: F
+# z       input product of a layer, (S, B, columns). [...]: first layer only; z1: F and HD, z2: F
 #           | gate C | query HK [key HK, value HD, beta H, decay H] | z1, z2 |
 #             gate_in  memory_in                                      glu_in
 # folded  ground W, b | per layer: input W, b, output W' | decay rates (H,) | key of a zero state

@@ -57,13 +57,13 @@ def gated_add_norm(z, x, add, eps, dtype, carry=None):
     return y, l2_normalize(y, eps)[0].to(dtype)
 
 
-def norm_and_gate_backward(grad, direction, inverse, grad_y, gate, carry=None):
+def norm_and_gate_backward(grad, normed, inverse, grad_y, gate, carry=None):
     """Return carry times the gradient of a state x (N, C), which is both normalized and gated.
 
-    grad: gradient of direction = `l2_normalize`(x); grad_y: of gate x; inverse: 1 / length of x.
+    grad: gradient of normed = `l2_normalize`(x); grad_y: of gate x; inverse: 1 / length of x.
     """
     grad = at_least_fp32(grad)
-    out = (grad - direction * (grad * direction).sum(-1, keepdim=True)) * inverse + grad_y * gate
+    out = (grad - normed * (grad * normed).sum(-1, keepdim=True)) * inverse + grad_y * gate
     return out if carry is None else out * carry
 
 
@@ -87,8 +87,8 @@ def _glu_kernel(z, memory_read, y, Y, HD, z_stride, eps: constexpr, FFN: constex
     z1 = _load(z, i, seen)
     tl.store(y + i, z1 * tl.sigmoid(z1) * _load(z, Y + i, seen), mask=seen)
     read, z1 = _load(memory_read, row * HD + j, j < HD), _load(z, Y - HD + j, j < HD)
-    direction = read / tl.sqrt(tl.sum(read * read, 0) + eps * eps)
-    tl.store(y + Y - HD + j, z1 * tl.sigmoid(z1) * direction, mask=j < HD)
+    normed = read / tl.sqrt(tl.sum(read * read, 0) + eps * eps)
+    tl.store(y + Y - HD + j, z1 * tl.sigmoid(z1) * normed, mask=j < HD)
 
 
 def launch_glu(z, memory_read, eps, dtype):
@@ -113,11 +113,11 @@ def _glu_backward_kernel(z, memory_read, grad, out, y, grad_read, Y, HD, z_strid
     seen = j < HD
     read, z1, g = _load(memory_read, row * HD + j, seen), _load(z, Y - HD + j, seen), _load(grad, Y - HD + j, seen)
     inverse, sigmoid = 1 / tl.sqrt(tl.sum(read * read, 0) + eps * eps), tl.sigmoid(z1)
-    direction = read * inverse
-    tl.store(y + Y - HD + j, sigmoid * z1 * direction, mask=seen)
-    tl.store(out + Y - HD + j, g * direction * sigmoid * (1 + z1 * (1 - sigmoid)), mask=seen)
+    normed = read * inverse
+    tl.store(y + Y - HD + j, sigmoid * z1 * normed, mask=seen)
+    tl.store(out + Y - HD + j, g * normed * sigmoid * (1 + z1 * (1 - sigmoid)), mask=seen)
     g *= sigmoid * z1
-    tl.store(grad_read + row * HD + j, (g - direction * tl.sum(g * direction, 0)) * inverse, mask=seen)
+    tl.store(grad_read + row * HD + j, (g - normed * tl.sum(g * normed, 0)) * inverse, mask=seen)
 
 
 def launch_glu_backward(grad, z, memory_read, eps, out, y):
@@ -406,20 +406,20 @@ class KernelSteps:
         self.rates.copy_(torch.stack([folded[-2], folded[3][decay]]))
         return self
 
-    def step(self, s, direction, k, memory, memory_after, u, carry=None, active=None):
+    def step(self, s, normed, k, memory, memory_after, u, carry=None, active=None):
         """Compute `Model.step`, given the previous key instead of the previous grounded state.
 
-        s, u: (B, C); direction: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D); the new one
+        s, u: (B, C); normed: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D); the new one
         is stored in memory_after; carry: (B, 1), 0 where a document starts; active: (B, 1), False
-        where the memory is kept. Returns s, direction, k; for the backward, states and products.
+        where the memory is kept. Returns s, normed, k; for the backward, states and products.
         Where a document starts, z still comes from the last document's s. That is harmless only
         because eq. 4 multiplies its gate by s, which carry makes 0. (C resets s first.)
         """
-        z = F.linear(direction, *self.ground)
+        z = F.linear(normed, *self.ground)
         states, products = [], [z]
-        x, direction = self.gated_add_norm(z, s, u, self.state_eps, self.dtype, carry)  # eq. 4
+        x, normed = self.gated_add_norm(z, s, u, self.state_eps, self.dtype, carry)  # eq. 4
         for i, (w_in, b_in, w_out) in enumerate(self.layers):
-            z = F.linear(direction, w_in, b_in)
+            z = F.linear(normed, w_in, b_in)
             gate_in, memory_in, glu_in = z.split(self.sizes.columns(i), -1)
             if i == 0:
                 q, next_k, v, beta, decay = launch_memory_inputs(memory_in, self.rates, self.heads)  # eq. 8, 9
@@ -432,9 +432,9 @@ class KernelSteps:
             memory_read = memory_read.flatten(1)
             products += [z, memory_read]
             y = launch_glu(glu_in, memory_read, self.read_eps, self.dtype)
-            x, direction = self.gated_add_norm(gate_in, x, F.linear(y, w_out), self.state_eps, self.dtype)  # eq. 7, 11
+            x, normed = self.gated_add_norm(gate_in, x, F.linear(y, w_out), self.state_eps, self.dtype)  # eq. 7, 11
             states.append(x)
-        return x, direction, next_k, states, products
+        return x, normed, next_k, states, products
 
     def steps(self, s, k, memory, u, carry=None, active=None):
         """Run S steps. u: (S, B, C); carry: (S, B, 1) in u's dtype; active: (S, B, 1) bool.
@@ -444,17 +444,17 @@ class KernelSteps:
         """
         if active is not None and carry is not None:
             carry = torch.where(active, carry, 1.0)
-        state, key, direction, outputs = s[0], k[0], None, []
+        state, key, normed, outputs = s[0], k[0], None, []
         for t in range(len(u)):
-            if direction is None:
-                direction = l2_normalize(state, self.state_eps)[0].to(self.dtype)
+            if normed is None:
+                normed = l2_normalize(state, self.state_eps)[0].to(self.dtype)
             start, end = (t, t + 1) if len(s) > 1 else (0, 0)
             carry_t, active_t = (x if x is None else x[t] for x in (carry, active))
-            after, direction, after_key, states, products = self.step(state, direction, key, memory[start], memory[end],
-                                                                      u[t], carry_t, active_t)
+            after, normed, after_key, states, products = self.step(state, normed, key, memory[start], memory[end],
+                                                                   u[t], carry_t, active_t)
             if active is not None:
                 after = torch.where(active_t, after, state)
-                after_key, direction = torch.where(active_t.unsqueeze(-1), after_key, key), None
+                after_key, normed = torch.where(active_t.unsqueeze(-1), after_key, key), None
             state, key = after, after_key
             if end == t + 1 or t + 1 == len(u):
                 s[end], k[end] = state, key
@@ -499,11 +499,11 @@ class KernelSteps:
                 if i == 0 and is_cut and t == S - 1:  # the next key's columns reach its weights, but not x
                     dz = dz.clone()
                     dz[:, self.sizes.next_key()] = 0
-                d = self.norm_and_gate_backward(dz @ w_in, at.direction, at.inverse, d, at.gate)
+                d = self.norm_and_gate_backward(dz @ w_in, at.normed, at.inverse, d, at.gate)
             at = ground_steps[t]
             du.append(d)
             torch.mul(d, at.slope, out=at.dz)  # eq. 4
-            ds = self.norm_and_gate_backward(at.dz @ self.ground[0], at.direction, at.inverse, d, at.gate, carries[t])
+            ds = self.norm_and_gate_backward(at.dz @ self.ground[0], at.normed, at.inverse, d, at.gate, carries[t])
 
         def stack(last_first):
             return torch.stack(last_first[::-1])
@@ -511,16 +511,16 @@ class KernelSteps:
         drate, dfirst = layers[0]['drate'].sum((0, 1)), torch.zeros_like(self.first_key)
         if carry is not None:  # document starts use first_key, so it gets the gradients of their keys
             dfirst, dk = (stack(dks) * (1 - carry.unsqueeze(-1))).sum((0, 1)), dk * carry[0].unsqueeze(-1)
-        pairs = [(ground['dz'], ground['direction'])]
+        pairs = [(ground['dz'], ground['normed'])]
         for i, layer in enumerate(layers):
-            pairs += [(layer['dz'], layer['direction']), (stack(douts[i]), layer['y'])]
+            pairs += [(layer['dz'], layer['normed']), (stack(douts[i]), layer['y'])]
         return stack(du), ds, dk, dm, drate, dfirst, pairs
 
     def recompute(self, u, carry, start, saved):
         """Compute, for all steps at once, the values that `backward` needs.
 
         Returns {name: (S, B, ...)} of the ground gate and of each layer:
-            direction, inverse, gate, slope   n(x), 1 / |x|, sigmoid(z), x sigmoid'(z)
+            normed, inverse, gate, slope      n(x), 1 / |x|, sigmoid(z), x sigmoid'(z)
             gate_in, memory_in, glu_in        columns of z; d_gate_in, ...: those of dz
             q, memory_read, memory            and in the first layer, k, v, beta, decay of the write
             dz, y, drate                      room, which `backward` fills
@@ -550,8 +550,8 @@ class KernelSteps:
 
     def gated(self, x, z):
         """Return the values of `recompute` that a gate of x, from z, and x's norm need."""
-        (direction, length), gate = l2_normalize(x, self.state_eps), torch.sigmoid(z[..., :x.shape[-1]].to(x.dtype))
-        return dict(direction=direction, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate),
+        (normed, length), gate = l2_normalize(x, self.state_eps), torch.sigmoid(z[..., :x.shape[-1]].to(x.dtype))
+        return dict(normed=normed, inverse=1 / length, gate=gate, slope=x * gate * (1 - gate),
                     dz=torch.empty_like(z))
 
     def write_backward(self, at, dread, dk, dm, carry, next_carry):

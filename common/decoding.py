@@ -141,19 +141,23 @@ class Decoder:
             logits = self.model.extend(self.tokens[:, None], self.cache)
             self.tokens.copy_(draw(token_probs(logits, **self.filters), self.noise))
 
-        def undo():
+        def warm_up():
+            step()
             self.cache.rollback(1)
             self.tokens.copy_(before)
         self.refresh_noise()
-        self.run('step', step, undo)
+        self.run('step', step, warm_up)
         return self.tokens
 
-    def run(self, name, step, undo, models=()):
-        """Run step() of this model and `models`; on a GPU, as a CUDA graph captured once."""
+    def run(self, name, step, warm_up, models=()):
+        """Run step() of this model and `models`; on a GPU, as a CUDA graph captured once.
+
+        warm_up() runs step() and reverts it, with at most one rollback: a cache forgets one call.
+        """
         if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
             return step()
         if name not in self.graphs:
-            self.graphs[name] = record_graph(step, undo, beside=next(iter(self.graphs.values()), None))
+            self.graphs[name] = record_graph(step, warm_up, beside=next(iter(self.graphs.values()), None))
         self.graphs[name].replay()
 
     def refresh_noise(self):
@@ -181,8 +185,8 @@ def allocate_cache(model, prompts: list, max_new_tokens: int, max_call: int = 1)
     return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_call)
 
 
-def record_graph(step, undo, beside=None):
-    """Capture step() as a CUDA graph without executing it. undo() reverts a warm-up step.
+def record_graph(step, warm_up, beside=None):
+    """Capture step() as a CUDA graph without executing it. warm_up: see `Decoder.run`.
 
     beside: a graph whose memory pool is shared. Graphs that share a pool must not run concurrently
     or read each other's leftovers.
@@ -191,8 +195,7 @@ def record_graph(step, undo, beside=None):
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            step()
-            undo()
+            warm_up()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=beside and beside.pool()):

@@ -163,7 +163,7 @@ class SpeculativeDecoder:
             before = self.token if i == 0 else self.drafts[:, i - 1]
             self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
         self.refresh()
-        self.plain.run(('draft', i), step, lambda: None, [self.drafter.model])
+        self.plain.run(('draft', i), step, step, [self.drafter.model])  # a drafter's step is idempotent
 
     def verify(self, n, lengths, live):
         """Verify n drafted tokens; the first `lengths` (B,) count. Rows not `live` (B,) are kept.
@@ -183,11 +183,13 @@ class SpeculativeDecoder:
             self.accepted.copy_(accepted)
             self.token.copy_(token)
 
-        def undo():
-            cache.rollback(torch.where(self.live, self.accepted + 1, 0))
+        def warm_up():
+            self.live.zero_()  # so that step forgets all that it reads
+            step()
+            self.live.copy_(live)
             self.token.copy_(before)
         self.refresh()
-        self.plain.run(('verify', n), step, undo, [self.drafter.model])
+        self.plain.run(('verify', n), step, warm_up, [self.drafter.model])
         self.drafter.end_round(n, drafts, self.accepted, self.live)
 
 

@@ -58,6 +58,22 @@ def test_greedy_texts_equal_plain_decoding(name, drafts, draft_len):
         assert statistics.accepted_per_step > 0.3  # the drafts are useful
 
 
+@pytest.mark.parametrize('name', ['standard', 'sps', 'context_ready', 'gpn', 'gdn', 'nextlat'])
+def test_warm_ups_of_cuda_graphs_leave_no_trace(name, monkeypatch):
+    """A GPU runs two warm-ups before it captures a step. Here, on a CPU, with rejected drafts."""
+    model = make(name, eos_id=59)
+    want = generate(model, PROMPTS, 30, temperature=0)
+
+    def run(self, name, step, warm_up, models=()):
+        if name not in self.graphs:
+            self.graphs[name] = [warm_up(), warm_up()]
+        step()
+    monkeypatch.setattr(decoding.Decoder, 'run', run)
+    assert generate(model, PROMPTS, 30, temperature=0) == want
+    for draft in [make('standard', seed=1, eos_id=59), None][:1 + (name == 'nextlat')]:
+        assert speculative_generate(model, PROMPTS, 30, draft=draft, draft_len=2, temperature=0)[0] == want
+
+
 @pytest.mark.parametrize('name', ['standard', 'sps'])
 def test_drafts_from_the_same_weights_are_always_accepted(name):
     model = make(name)

@@ -51,11 +51,11 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str |
     given, record = given_model(model or ''), read_run(folder, code)
     if model and given != record['model']:
         raise UserError(f'{folder} is a run of the model {record["model"]!r}: {model} is not its file')
-    state, tensors = load_checkpoint(folder)
     if torch.device(device).type == 'cuda':
         from common.gpu import set_compiler_options
         set_compiler_options()  # attention, and GPN's gates, are compiled for each shape
     model = model_file(record['model'], record['code']).Model(portable_config(record, folder))
+    state, tensors = load_checkpoint(folder)
     load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 

@@ -152,7 +152,8 @@ class Decoder:
     def run(self, name, step, warm_up, models=()):
         """Run step() of this model and `models`; on a GPU, as a CUDA graph captured once.
 
-        warm_up() runs step() and reverts it, with at most one rollback: a cache forgets one call.
+        warm_up() runs step() without changing the result of the next step(). It may roll back once:
+        a cache can only roll back its last call.
         """
         if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
             return step()

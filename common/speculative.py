@@ -184,7 +184,7 @@ class SpeculativeDecoder:
             self.token.copy_(token)
 
         def warm_up():
-            self.live.zero_()  # so that step forgets all that it reads
+            self.live.zero_()  # so that step's own rollback removes all tokens that it fed
             step()
             self.live.copy_(live)
             self.token.copy_(before)

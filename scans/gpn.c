@@ -58,7 +58,7 @@ typedef struct { long S, B, C, F, H, K, D, L, threads, keep; real state_eps, rea
 
 /* EACH: iterations are independent, except for sums; pointers that alias are only accessed at index i.
    SHARED: iterations are split over the threads, with a barrier at the end. Every thread runs the code
-   around it, which therefore writes only variables of its own block. */
+   around it, so that code may only write local variables. */
 #define EACH(i, n) _Pragma("GCC ivdep") for (long i = 0; i < (n); i++)
 #define SHARED(i, n) _Pragma("omp for") for (long i = 0; i < (n); i++)
 #define INLINE static inline __attribute__((always_inline))
@@ -223,7 +223,7 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
            const char *active, real *const *saved) {
     const long B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L, Y = F + H * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * Y + 1));  /* the last C + Y + 1 of a row: room */
+    real *scratch = malloc(sizeof(real) * B * (3 * C + 2 * Y + 1));  /* room: the last B (C + Y + 1) */
     real *ground = scratch, *normed = ground + B * C, *y = normed + B * C;
     factor *room = (factor *)(y + B * Y);
 #pragma omp parallel num_threads(n->threads) if (B * C * width(n, 0) > MIN_PARALLEL)
@@ -288,8 +288,8 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
 
 /* ---- gradient of S steps ----
 
-   Arguments as for `KernelSteps.backward` in gpn_gpu.py. Weights are transposed; ds, dk, dm are updated in
-   place. memories (S, B, H, K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K)
+   Arguments as for `KernelSteps.backward` in gpn_gpu.py. Weights are transposed, biases null, and
+   saved[L - 1] is a placeholder that is not read. ds, dk, dm are updated in place. memories (S, B, H, K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K)
    start as zeros. pairs (S, B, ...) is written. d: gradient of a layer's output, dx: of its input. */
 
 void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, const real *carry_mask, const real *s,
@@ -298,7 +298,7 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
     const long S = n->S, B = n->B, C = n->C, F = n->F, H = n->H, K = n->K, D = n->D, L = n->L;
     const long Y = F + H * D, M = B * H * K * D;
     const real *rate = w[2 + 3 * L], *first_key = w[3 + 3 * L];
-    /* the last width(n, 0) + 1 of a row: room */
+    /* room: the last B (width(n, 0) + 1) */
     real *scratch = malloc(sizeof(real) * B * (2 * C + 2 * width(n, 0) + Y + 2 + S * H * K));
     real *state = scratch, *ground = state + B * C, *cut = ground + B * C, *dy = cut + B * width(n, 0);
     real *inverses = dy + B * Y, *keys = inverses + B;  /* keys: the key of each step's write */
@@ -321,7 +321,8 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
             }
         for (long t = S - 1; t >= 0; t--) {
             const real *z0 = saved[L] + t * B * C;
-            real *dz0 = pairs[0] + t * B * C, *n0 = pairs[1] + t * B * C, *dground = du + t * B * C;
+            real *dz0 = pairs[0] + t * B * C, *n0 = pairs[1] + t * B * C;
+            real *dground = du + t * B * C;  /* eq. 4 adds u, so the grounded state's gradient is u's */
             SHARED(b, B) {
                 const long row = b * C, at = t * B * C + row;
                 const real carry = carry_at(carry_mask, t * B + b);
@@ -341,17 +342,18 @@ void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, 
                 real *dx = l ? pairs[4 * l] + t * B * C : dground;
                 product(d, w[4 + 3 * l], 0, dy, B, C, Y, room);
                 SHARED(b, B) {
-                    const long z1 = b * W + W - F - Y, z2 = z1 + Y;
+                    const real *z1 = z + b * W + W - F - Y, *z2 = z1 + Y;
+                    real *dz1 = dz + b * W + W - F - Y, *dz2 = dz1 + Y;
                     real other[Y], *dother = dy + b * Y;  /* overwrites dy; ends as the read's gradient, from F on */
                     const real inverse = l2_normalize(memory_read + b * H * D, other + F, H * D, n->read_eps);
-                    EACH(i, F) other[i] = z[z2 + i];
+                    EACH(i, F) other[i] = z2[i];
                     EACH(i, Y) {
-                        const real gate = sigmoid(z[z1 + i]), gated = z[z1 + i] * gate, g = dother[i];
+                        const real gate = sigmoid(z1[i]), gated = z1[i] * gate, g = dother[i];
                         y[b * Y + i] = gated * other[i];
-                        dz[z1 + i] = g * other[i] * gate * (1 + z[z1 + i] - gated);  /* eq. 5, 11 */
+                        dz1[i] = g * other[i] * gate * (1 + z1[i] - gated);  /* eq. 5, 11 */
                         dother[i] = g * gated;
                     }
-                    EACH(i, F) dz[z2 + i] = dother[i];
+                    EACH(i, F) dz2[i] = dother[i];
                     l2_normalize_backward(dother + F, other + F, inverse, dother + F, H * D);
                     EACH(i, C) {
                         real gate = sigmoid(z[b * W + i]);

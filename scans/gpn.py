@@ -34,18 +34,20 @@ and dz[write_gate]. Then, in this order:
     pytest tests/test_gpn_scan.py     kernels with their plain functions, both forms at odd sizes
     pytest tests/test_scans.py        the pin; its EDITS quote a line of eq. 10
 
-Without Triton, the kernels are not compared, but the pin enables them. Only a GPU runs CUDA graphs
-and torch.compile: repeat test_gpn_scan.py there.
+Without Triton, the kernels are not compared, but the pin enables them. Only a GPU captures real CUDA
+graphs and compiles `gated_add_norm` and its backward: repeat test_gpn_scan.py there.
 
 In the table, "it" is the function of that name, and "here" is this file.
 
                     gpn_gpu.py                                gpn.c, forward and backward
     gated_add_norm  it, `norm_and_gate_backward`, `gated`,    sigmoid(z0[..]), sigmoid(z[b..]),
                     `recompute`: state after eq. 4,           du, `l2_normalize` of C
-                    `steps`: n(s), `backward`: slope, du
+                    `steps`: n(s), `backward`: slope, du;
+                    here `Sizes.eps`, `fold`: `times_norm`
     memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, `decay_of`,
                     `_softplus`, `key_of`, `load`; here       `beta_of`, dz[write_gate],
-                    `fold`: exp(A), first key                 dz[decay_gate], drate, v at `values`
+                    `KEY_EPS`, `Sizes.key_of`, and            dz[decay_gate], drate, v at `values`
+                    `fold`: exp(A), first key
     delta_step      it, its two kernels; `step`: beta and     `write`, `read_memory`, and the
                     decay if not active; above layer one,     backward of both
                     `read_heads`, `read_backward`
@@ -221,15 +223,15 @@ def uses_graphs(device):
     return device.type == 'cuda'
 
 
-def run_segment(w, function, inputs, is_usual):
-    """Call a method of w; on a GPU, as a CUDA graph if the segment has the usual length."""
-    if not is_usual or not uses_graphs(w.first_key.device):
+def run_segment(steps, function, inputs, is_usual):
+    """Call a method of `steps`; on a GPU, as a CUDA graph if the segment has the usual length."""
+    if not is_usual or not uses_graphs(steps.first_key.device):
         return function(*inputs)
     key = function.__name__, *(getattr(x, 'shape', x) for x in tree_leaves(inputs))
-    if key not in w.graphs:
+    if key not in steps.graphs:
         with torch.inference_mode(False), torch.no_grad():  # training can reuse evaluation's graph
-            w.graphs[key] = Graph(function, inputs)
-    return w.graphs[key].replay(inputs)
+            steps.graphs[key] = Graph(function, inputs)
+    return steps.graphs[key].replay(inputs)
 
 
 def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch.Tensor], sizes: list[int],
@@ -242,15 +244,16 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
     T, sizes = len(u), Sizes(*sizes)
     L, usual = sizes.n_layer, min(T, sizes.segment_len, sizes.bptt_len)
     with torch.autocast(u.device.type, enabled=False):
-        w = get_steps(folded, sizes, norm_eps, dtype)
+        steps = get_steps(folded, sizes, norm_eps, dtype)
         outputs = _empty_outputs(u, sizes, dtype, record)
         out, memories, *saved = outputs
-        s, k, memory = torch.zeros_like(u[:1]), w.first_key.repeat(1, u.shape[1], 1, 1), torch.zeros_like(memories[:1])
+        s, memory = torch.zeros_like(u[:1]), torch.zeros_like(memories[:1])
+        k = steps.first_key.repeat(1, u.shape[1], 1, 1)
         for r, (a, b) in enumerate(sizes.segments(T)):
             if record:
                 memories[r] = memory[0]
             inputs = s, k, memory, u[a:b], None if carry is None else carry[a:b]
-            s, k, memory, step_outputs = run_segment(w, w.steps, inputs, b - a == usual)
+            s, k, memory, step_outputs = run_segment(steps, steps.steps, inputs, b - a == usual)
             out[a:b] = step_outputs[L - 1]
             for x, part in zip(saved, (*step_outputs[:L - 1], *step_outputs[L:])):  # `saved` is empty without record
                 x[a:b] = part
@@ -284,18 +287,18 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
             total.add_(dout.T @ x)
 
     with torch.autocast(u.device.type, enabled=False):
-        w, grad_u = get_steps(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
+        steps, grad_u = get_steps(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
         totals = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
         for (a, b), memory in reversed(list(zip(sizes.segments(T), memories))):
             # the state before each step: the outputs, shifted by one
             s = out[a - 1:b - 1] if a else F.pad(out[:b - 1], (0, 0, 0, 0, 1, 0))
-            k = w.first_key.repeat(B, 1, 1)
+            k = steps.first_key.repeat(B, 1, 1)
             if a:  # the key from the previous step; saved[L] is the first layer's z
                 k = sizes.key_of(saved[L][a - 1, :, sizes.next_key()].to(u.dtype))
             inputs = (u[a:b], None if carry is None else carry[a:b], (s, k, memory), (grad[a:b], ds, dk, dm),
                       [x[a:b] for x in saved], b < T and b % sizes.bptt_len == 0)
-            grad_u[a:b], ds, dk, dm, drate, dfirst, pairs = run_segment(w, w.backward, inputs, b - a == usual)
+            grad_u[a:b], ds, dk, dm, drate, dfirst, pairs = run_segment(steps, steps.backward, inputs, b - a == usual)
             total = iter(totals)
             for i, (dout, x) in enumerate(pairs):
                 add_product(next(total), dout, x)
@@ -367,11 +370,11 @@ class Decoder:
         self.sizes, self.segment_len = Sizes.from_config(c), c.segment_len
         folded = [w.to(device, copy=True) for w in fold(model)]
         make = CSteps if uses_c(device) else KernelSteps
-        self.weights = make(folded, self.sizes, c.norm_eps, product_dtype(model.fuse.weight.dtype, device))
+        self.steps = make(folded, self.sizes, c.norm_eps, product_dtype(model.fuse.weight.dtype, device))
 
     def first_state(self, batch_size, device=None):
         """Return s, k and M at the start of a document."""
-        c, k = self.sizes, self.weights.first_key.repeat(batch_size, 1, 1)
+        c, k = self.sizes, self.steps.first_key.repeat(batch_size, 1, 1)
         return k.new_zeros(batch_size, c.n_embd), k, k.new_zeros(batch_size, c.n_head, c.d_k, c.d_v)
 
     def advance(self, state, u, carry_mask=None, active=None):
@@ -384,5 +387,5 @@ class Decoder:
                 b = min(a + self.segment_len, u.shape[1])
                 part = [x if x is None else x[:, a:b].transpose(0, 1).contiguous() for x in (u, *masks)]
                 places = [x if len(x) == 1 else x[a:b + 1] for x in state]
-                states.append(self.weights.steps(*places, *part)[3][self.sizes.n_layer - 1].transpose(0, 1))
+                states.append(self.steps.steps(*places, *part)[3][self.sizes.n_layer - 1].transpose(0, 1))
         return torch.cat(states, 1)

@@ -319,8 +319,8 @@ def _delta_backward_kernel(grad, memory, k, v, beta, decay, q, grad_read, carry,
     """Backward of one step: updates grad (BH, K, D), the memory's gradient, and writes the others.
 
     Per tile: shares (tiles, 2, BH, K) of q and k, scalars (tiles, 2, BH) of beta and log(decay).
-    With e = v - m^T k, m' = decay m + beta k e^T, the read r = m'^T q, its gradient gr, and g, the
-    gradient of m' plus q gr^T, the gradients are
+    With e = v - m^T k, m' = decay m + beta k e^T and the read r = m'^T q, let gr be the gradient of
+    r, and g that of m', including the read's share q gr^T. The gradients are
         q   m' gr               v      gv = beta g^T k    log(decay)   decay <g, m>
         k   beta g e - m gv     beta   k^T g e            m            decay g - k gv^T
     """
@@ -412,7 +412,7 @@ class KernelSteps:
         s, u: (B, C); normed: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D); the new one
         is stored in memory_after; carry: (B, 1), 0 where a document starts; active: (B, 1), False
         where the memory is kept. Returns s, normed, k; for the backward, states and products.
-        Where a document starts, z still comes from the last document's s. That is harmless only
+        Where a document starts, z still comes from the previous document's s. That is harmless only
         because eq. 4 multiplies its gate by s, which carry makes 0. (C resets s first.)
         """
         z = F.linear(normed, *self.ground)
@@ -501,7 +501,7 @@ class KernelSteps:
                     dz[:, self.sizes.next_key()] = 0
                 d = self.norm_and_gate_backward(dz @ w_in, at.normed, at.inverse, d, at.gate)
             at = ground_steps[t]
-            du.append(d)
+            du.append(d)  # eq. 4 adds u, so the grounded state's gradient is u's
             torch.mul(d, at.slope, out=at.dz)  # eq. 4
             ds = self.norm_and_gate_backward(at.dz @ self.ground[0], at.normed, at.inverse, d, at.gate, carries[t])
 

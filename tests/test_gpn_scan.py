@@ -203,12 +203,12 @@ def test_delta_kernels_equal_the_plain_function(documents, kernels_device):
 def test_the_backward_of_a_gate_and_norm_equals_autograd():
     x, z, grad, grad_y = (random(5, 30) for _ in range(4))
     carry, gate = (torch.arange(5) % 2).double().unsqueeze(1), z.sigmoid()
-    direction, length = gpn_gpu.l2_normalize(x, 0.1)
-    want, = torch.autograd.grad((direction, gate * x), x, (grad, grad_y), retain_graph=True)
-    got = gpn_gpu.norm_and_gate_backward(grad, direction, 1 / length, grad_y, gate, carry)
+    normed, length = gpn_gpu.l2_normalize(x, 0.1)
+    want, = torch.autograd.grad((normed, gate * x), x, (grad, grad_y), retain_graph=True)
+    got = gpn_gpu.norm_and_gate_backward(grad, normed, 1 / length, grad_y, gate, carry)
     assert_equal([got], [carry * want])
-    y, direction = gpn_gpu.gated_add_norm(z, x, grad, 0.1, x.dtype, carry)
-    assert_equal([y, direction], [grad + gate * carry * x, gpn_gpu.l2_normalize(y, 0.1)[0]])
+    y, normed = gpn_gpu.gated_add_norm(z, x, grad, 0.1, x.dtype, carry)
+    assert_equal([y, normed], [grad + gate * carry * x, gpn_gpu.l2_normalize(y, 0.1)[0]])
 
 
 def small_windows(dtype=torch.float64, device='cpu', **values):

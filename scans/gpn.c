@@ -289,8 +289,9 @@ void steps(const sizes *n, real *const *w, real *s, real *k, real *memory, const
 /* ---- gradient of S steps ----
 
    Arguments as for `KernelSteps.backward` in gpn_gpu.py. Weights are transposed, biases null, and
-   saved[L - 1] is a placeholder that is not read. ds, dk, dm are updated in place. memories (S, B, H, K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K)
-   start as zeros. pairs (S, B, ...) is written. d: gradient of a layer's output, dx: of its input. */
+   saved[L - 1] is a placeholder that is not read. ds, dk, dm are updated in place. memories (S, B, H,
+   K, D): room for the memory after each step; drate (B, H) and dfirst (B, H, K) start as zeros. pairs
+   (S, B, ...) is written. d: gradient of a layer's output, dx: of its input. */
 
 void steps_backward(const sizes *n, real *const *w, long is_cut, const real *u, const real *carry_mask, const real *s,
                     const real *k, const real *memory, const real *grad, real *ds, real *dk, real *dm,

@@ -119,7 +119,8 @@ def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
 
 def first_nonfinite(tensors: dict) -> str | None:
     """Return the name of a tensor with a NaN or an infinity in this process's shard, else None."""
-    parts = {name: parallel.local_shard(t) for name, t in tensors.items() if t.is_floating_point()}
+    parts = {name: t.to_local() if hasattr(t, 'to_local') else t for name, t in tensors.items()
+             if t.is_floating_point()}
     # A sum is ten times faster than isfinite on all elements, but it may overflow.
     return next((name for name, t in parts.items() if not t.sum().isfinite() and not t.isfinite().all()), None)
 

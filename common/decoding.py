@@ -152,8 +152,7 @@ class Decoder:
     def run(self, name, step, warm_up, models=()):
         """Run step() of this model and `models`; on a GPU, as a CUDA graph captured once.
 
-        warm_up() runs step() without changing the result of the next step(). It may roll back once:
-        a cache can only roll back its last call.
+        warm_up() runs step() with no effect on the next one, and rolls the cache back at most once.
         """
         if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
             return step()

@@ -128,11 +128,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
 
 
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a sharded tensor; other tensors unchanged."""
-    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
-
-
 def gather_tensors(tensors: dict) -> dict:
     """Return {name: whole tensor} in CPU memory on rank 0, {} on the others. Collective.
 

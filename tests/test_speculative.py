@@ -60,7 +60,7 @@ def test_greedy_texts_equal_plain_decoding(name, drafts, draft_len):
 
 @pytest.mark.parametrize('name', ['standard', 'sps', 'context_ready', 'gpn', 'gdn', 'nextlat'])
 def test_warm_ups_of_cuda_graphs_leave_no_trace(name, monkeypatch):
-    """A GPU warms a step up twice before it captures it. So does this test, with rejected drafts."""
+    """A GPU runs two warm-ups before it captures a step. So does this test; drafts are rejected."""
     model = make(name, eos_id=59)
     want = generate(model, PROMPTS, 30, temperature=0)
 

@@ -231,15 +231,15 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
     """
     model.eval()
     scores = {}  # before the loss: FSDP prefetches what ran last, which must be equal on all processes
-    if machine.rank == 0:
-        with machine.autocast(), machine.eager():
-            if hasattr(data, 'score'):
-                scores |= data.score(model, machine.device, s.micro_batch_size)
-            if s.acceptance_prompts:
-                from common.speculative import validation_drafts
-                drafts = validation_drafts(model, data, s.block_size, s.acceptance_prompts, s.seed)
-                scores['acceptance'] = drafts.accepted_at.total() / max(1, drafts.drafted)
-    with machine.autocast():
+    with parallel.gather_weights(model), machine.autocast():
+        if machine.rank == 0:
+            with machine.eager():
+                if hasattr(data, 'score'):
+                    scores |= data.score(model, machine.device, s.micro_batch_size)
+                if s.acceptance_prompts:
+                    from common.speculative import validation_drafts
+                    drafts = validation_drafts(model, data, s.block_size, s.acceptance_prompts, s.seed)
+                    scores['acceptance'] = drafts.accepted_at.total() / max(1, drafts.drafted)
         parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
                                    machine.device)
     model.train()
@@ -326,8 +326,7 @@ def train(s, config, data, record, machine, argv):
             progress(f'step {step}/{s.n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')
             if eval_due:
-                with parallel.gather_weights(model):
-                    found = evaluate(model, compiled, data, s, machine)
+                found = evaluate(model, compiled, data, s, machine)
                 further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
                 say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats per token'
                     + further)
@@ -345,13 +344,12 @@ def train(s, config, data, record, machine, argv):
 
 
 def finish(s, model, data, machine, seconds):
-    """Plot the loss curve, generate a sample and suggest the next commands."""
-    with parallel.gather_weights(model):
-        if machine.rank > 0:
-            return
-        runs.plot_loss(s.out_dir)
-        if s.sample_tokens:
-            print_sample(s, model, data, machine)
+    """Generate a sample, plot the loss curve and suggest the next commands."""
+    if s.sample_tokens:
+        print_sample(s, model, data, machine)
+    if machine.rank > 0:
+        return
+    runs.plot_loss(s.out_dir)
     outside = [f'--model={file}' for file in [models.ADDED.get(s.model)] if file]
     look = f'{command("sample.py", s.out_dir, "Return the", *outside)}    generates text'
     if hasattr(data, 'score'):
@@ -365,8 +363,10 @@ def finish(s, model, data, machine, seconds):
 def print_sample(s, model, data, machine):
     from common.decoding import generate
     from data.tokenizers import load_tokenizer
-    prompt, n_new = data.example(s.block_size, s.sample_tokens)
-    with machine.autocast(), machine.eager():
+    with parallel.gather_weights(model), machine.autocast(), machine.eager():
+        if machine.rank > 0:
+            return
+        prompt, n_new = data.example(s.block_size, s.sample_tokens)
         new, = generate(model.eval(), [prompt], n_new, temperature=0.8, top_k=50, seed=s.seed, eos_id=data.eos_id)
     tokenizer = load_tokenizer(data.tokenizer)
     before, after = (tokenizer.decode(ids).decode(errors='replace') for ids in (prompt, new))

@@ -58,7 +58,7 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
             if is_moment:
                 p = params[param]
                 stays = key == 'step' and p not in on_device  # on the CPU, as in Optimizer.load_state_dict
-                moments[name] = tensor if stays else parallel.shard_like(tensor.to(p.device), p)
+                moments[name] = tensor if stays else shard_like(tensor.to(p.device), p)
                 if '[' not in key:
                     optimizer.state[p][key] = moments[name]
         for name, of_param in state['optimizer'].items():
@@ -114,7 +114,7 @@ def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
             raise UserError(f'{source} does not fit this model: {name} has shape {have}, expected {want}')
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[name].copy_(parallel.shard_like(tensor, own[name]))
+            own[name].copy_(shard_like(tensor, own[name]))
 
 
 def first_nonfinite(tensors: dict) -> str | None:
@@ -123,6 +123,14 @@ def first_nonfinite(tensors: dict) -> str | None:
              if t.is_floating_point()}
     # A sum is ten times faster than isfinite on all elements, but it may overflow.
     return next((name for name, t in parts.items() if not t.sum().isfinite() and not t.isfinite().all()), None)
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of the tensor if `other` is sharded and has its shape."""
+    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
 
 
 # ---- the checkpoints of a folder ----
@@ -168,7 +176,7 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
     if bad := parallel.first_not_none(first_nonfinite(tensors)):
         raise UserError(f'{bad} contains NaN or infinity after step {step}, so no checkpoint was written. '
                         + recovery_advice(folder))
-    ckpt, whole, error = Path(folder) / 'ckpt', parallel.gather_tensors(tensors), None
+    ckpt, whole, error = Path(folder) / 'ckpt', gather_tensors(tensors), None
     if parallel.rank() == 0:
         try:
             write_checkpoint(ckpt, step, whole, state)
@@ -179,6 +187,19 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
         raise UserError(f'the checkpoint of step {step} could not be written to {ckpt} ({error}). Earlier checkpoints '
                         'are intact: free some disk space, or find the folder if it was moved, then continue with '
                         '--resume')
+
+
+def gather_tensors(tensors: dict) -> dict:
+    """Return {name: whole tensor} in CPU memory on rank 0, {} on the others. Collective.
+
+    Gathers one tensor at a time.
+    """
+    whole = {}
+    for name, tensor in tensors.items():
+        full = parallel.full_tensor(tensor.detach())
+        if parallel.rank() == 0:
+            whole[name] = full.cpu().contiguous()
+    return whole
 
 
 def write_checkpoint(ckpt: Path, step: int, tensors: dict, state: dict) -> None:

@@ -1,7 +1,7 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-Values of all processes, then the model on several processes, then its tensors: whole, or this
-process's shard. Without other processes, each function does what one process needs.
+Values of all processes, then the model on several processes. Without other processes, each function
+does what one process needs.
 docs/scale.md explains which weights FSDP gathers when.
 """
 from collections.abc import Iterator
@@ -121,29 +121,6 @@ def gather_weights(model: torch.nn.Module) -> Iterator[None]:
             module.set_reshard_after_forward(module is not model, recurse=False)
 
 
-# ---- tensors of a sharded model ----
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a sharded one; other tensors unchanged."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
-
-
-def gather_tensors(tensors: dict) -> dict:
-    """Return {name: whole tensor} in CPU memory on rank 0, {} on the others. Collective.
-
-    Gathers one tensor at a time.
-    """
-    whole = {}
-    for name, tensor in tensors.items():
-        full = full_tensor(tensor.detach())
-        if rank() == 0:
-            whole[name] = full.cpu().contiguous()
-    return whole
-
-
-def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of the tensor if `other` is sharded and has its shape."""
-    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

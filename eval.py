@@ -35,9 +35,9 @@ from common.machine import Device, DType, decoding_dtype, init_distributed, loca
 from common.models import report_edits
 from common.parallel import rank
 from common.runs import load_run, run_data
-from common.scoring import Scorer
+from common.scoring import Scorer, perplexity
 from common.settings import check_ranges, load_settings
-from common.validation import perplexity, validation_loss
+from common.validation import validation_loss
 from data.tokenizers import Tokenizer, load_tokenizer
 
 Corpus = Literal['wikitext', 'c4', 'books3', 'govreport']

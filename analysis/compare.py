@@ -30,8 +30,8 @@ from common.checkpoint import checkpoints
 from common.files import ROOT, UserError, friendly_errors, write_file
 from common.machine import pick_device, pick_dtype
 from common.run_settings import config_class, read_settings
+from common.scoring import perplexity
 from common.settings import check_ranges, load_settings
-from common.validation import perplexity
 from data import open_data
 from train import Settings as TrainSettings
 

@@ -22,7 +22,7 @@ import torch
 from analysis import figures
 from analysis.runs import named
 from common.run_settings import check_windows
-from common.validation import perplexity
+from common.scoring import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
 ESTIMATES = ('L_pooled', 'L_token', 'L_token_50', 'L_token_90', 'L_token_99')

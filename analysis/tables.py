@@ -23,8 +23,8 @@ from analysis.runs import curve, curves_of, finished, short_number
 from bench import FAMILY, RESULTS
 from common.files import ROOT, UserError, read_json
 from common.models import make_config
+from common.scoring import perplexity
 from common.settings import read_config_file
-from common.validation import perplexity
 
 PAPERS = Path(__file__).parent / 'papers'
 FIRST = 'seeds', 'parameters', 'tokens'  # columns before the paper's

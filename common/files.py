@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import IO
 
 import filelock
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+NO_COMPILER = 'C compiler', 'C++ compiler', 'fatal error:', 'CalledProcessError'  # errors of torch.compile, Triton
 
 
 # ---- errors and messages ----
@@ -32,7 +34,7 @@ class UserError(ValueError):
 
 @contextmanager
 def friendly_errors(argv: list[str] | None) -> Iterator[None]:
-    """Exit with status 1 and one sentence on UserError, OSError or lack of memory.
+    """Exit with status 1 and one sentence on UserError, OSError, lack of memory or a compiler.
 
     Any other error is a bug and keeps its traceback. argv: the arguments that Python code gave to
     `main`, which then gets every error as an exception; None: the command line.
@@ -52,7 +54,10 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
     except (UserError, OSError) as error:
         disk_is_full = getattr(error, 'errno', 0) == errno.ENOSPC
         sys.exit(printable(f'{program}: {error}{": free some space and start again" if disk_is_full else ""}'))
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, CalledProcessError) as error:
+        if any(text in repr(error) for text in NO_COMPILER):
+            sys.exit(f'{program}: torch.compile and Triton need a C++ compiler and the headers of Python (on Debian: '
+                     f'apt install g++ python3-dev). On a CPU, leave out --compile. {first_line(error)}')
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
             raise
         sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or give a checkpoint_ setting '

@@ -1,4 +1,5 @@
 """Log-likelihoods of continuations, for eval.py's tasks and corpora. Processes share the work."""
+import math
 from collections.abc import Iterator
 
 import torch
@@ -104,3 +105,8 @@ def target_log_probs(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     dtype = torch.float32 if logits.device.type == 'mps' else torch.float64  # Apple GPUs have no fp64
     return (chosen.float() - logits.float().logsumexp(-1)).to(dtype), logits.argmax(-1) == targets
+
+
+def perplexity(nats: float) -> float:
+    """Return exp(nats per token); infinity on overflow."""
+    return math.exp(nats) if nats < 709 else math.inf

@@ -44,8 +44,3 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
         raise UserError(f'every validation input of {data.folder} ends a text: give longer documents or more tokens')
     sums = {name: sum(totals.get(name, 0.0) for totals in shares) for totals in shares for name in totals}
     return {name: total / sum(counts) for name, total in sums.items()}, sum(counts)
-
-
-def perplexity(nats: float) -> float:
-    """Return exp(nats per token); infinity on overflow."""
-    return math.exp(nats) if nats < 709 else math.inf

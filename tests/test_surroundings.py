@@ -13,7 +13,7 @@ from conftest import assert_sentence, config_json, contents, run, succeeded, tra
 
 import train
 from common import checkpoint, machine, models, run_settings, runs
-from common.files import UserError
+from common.files import UserError, friendly_errors
 from common.settings import load_settings
 from common.start import quiet_start
 
@@ -53,6 +53,22 @@ def test_training_in_a_thread_leaves_signals_alone():
 
 
 # ---- environment ----
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_named(tiny_data, tmp_path):
+    env = {**os.environ, 'CXX': 'no-such-compiler', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path / 'cache')}
+    result = train_tiny(tiny_data, tmp_path / 'run', '--compile=True', '--device=cpu', env=env)
+    assert_sentence(result, 'need a C++ compiler', 'no-such-compiler')
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('error', [  # of Triton without a C compiler, and without Python.h
+    RuntimeError('Failed to find C compiler. Please specify via CC environment variable'),
+    subprocess.CalledProcessError(1, ['/usr/bin/gcc', 'cuda_utils.c'])])
+def test_errors_of_triton_become_a_sentence(error):
+    with pytest.raises(SystemExit, match=r'Triton need a C\+\+ compiler and the headers'), friendly_errors(None):
+        raise error
+
 
 @pytest.mark.parametrize('threads, local_world, omp, quota, expected', [
     (None, 1, None, None, None), (None, 1, '3', None, None), (5, 1, '3', None, 5), (None, 1, 'abc', '250 100', 3),

@@ -15,6 +15,7 @@ from scans import gpn as scan
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5)
 needs_triton = pytest.mark.skipif(scans.triton is None, reason='needs Triton')
+needs_c = pytest.mark.skipif(not scan.runs_on(torch.device('cpu')), reason='no C compiler')
 
 
 def make(**values):
@@ -26,8 +27,7 @@ def set_form(model, form):
     return model
 
 
-forms = pytest.mark.parametrize('form', ['loop', pytest.param('in C', marks=pytest.mark.skipif(
-    not scan.runs_on(torch.device('cpu')), reason='no C compiler'))])  # Triton's interpreter is slow
+forms = pytest.mark.parametrize('form', ['loop', pytest.param('in C', marks=needs_c)])  # Triton's interpreter is slow
 
 
 def test_initial_weights_match_the_official_code():

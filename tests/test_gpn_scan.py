@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import saved_bytes
-from test_gpn import SMALL, assert_near, loss_and_gradients, make, needs_triton, plain_states, scale_keys
+from test_gpn import SMALL, assert_near, loss_and_gradients, make, needs_c, needs_triton, plain_states, scale_keys
 from test_models import decode_in_pieces
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -17,7 +17,6 @@ from scans import gpn_cpu, gpn_gpu
 
 CPU = torch.device('cpu')
 in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
-needs_c = pytest.mark.skipif(not scan.runs_on(CPU), reason='no C compiler')
 needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bfloat16,
                                       reason='no C compiler or no bf16 units')
 
@@ -331,6 +330,7 @@ def test_the_states_compile_to_one_graph(kernels_device):
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), recurrent_weights(model)) for x in (got, want)))
 
 
+@needs_c
 @pytest.mark.slow
 def test_operators_match_their_fake_implementations(monkeypatch):
     calls = []

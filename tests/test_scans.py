@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, random_model, run_subprocess, succeeded
+from test_gpn import needs_c
 
 import scans
 from attn_kernels import digest
@@ -72,7 +73,7 @@ def test_an_edited_equation_trains_and_decodes(name, import_edited):
     assert results(*make(file, name, scan='loop'))[0] == new_loss
 
 
-@pytest.mark.parametrize('name', EDITS)
+@pytest.mark.parametrize('name', [pytest.param('gpn', marks=needs_c), 'gdn', 'context_ready'])
 def test_one_command_pins_an_edit_that_computes_the_same(name, import_edited, monkeypatch, capsys):
     """It prints the digest of a copy with a renamed variable, and refuses another equation.
 

@@ -42,10 +42,10 @@ typedef real vector __attribute__((vector_size(BYTES), aligned(sizeof(real)), ma
 
 /* PAIR adjacent factors are multiplied and added by one instruction. */
 #ifdef BF16
-#include <immintrin.h>
 #ifndef __AVX512BF16__
 #error no bf16 units
 #endif
+#include <immintrin.h>
 typedef unsigned short factor;
 typedef int both __attribute__((may_alias));
 enum { PAIR = 2 };
@@ -67,13 +67,14 @@ const int panel = PANEL, pair = PAIR;
 
 /* ---- y (B, n) = x (B, c) W^T + bias; W in panels (ceil(n / PANEL), ceil(c / PAIR), PANEL, PAIR) ---- */
 
-/* Return sum + x w, with the same PAIR of x for all lanes of a vector of W. */
-INLINE vector add_product(vector sum, const factor *x, const factor *w) {
+/* Add x w to sum, with the same PAIR of x for all lanes of a vector of W. sum: at an address, because
+   GCC 16 for ARM crashes on arguments of type `vector`. */
+INLINE void add_product(vector *sum, const factor *x, const factor *w) {
 #ifdef BF16
     const __m512i pairs = _mm512_set1_epi32(*(both *)x);
-    return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_loadu_si512(w));
+    *sum = (vector)_mm512_dpbf16_ps((__m512)*sum, (__m512bh)pairs, (__m512bh)_mm512_loadu_si512(w));
 #else
-    return sum + *x * *(vector *)w;
+    *sum += *x * *(vector *)w;
 #endif
 }
 
@@ -84,7 +85,7 @@ INLINE void tile(const int R, const factor *x, const factor *w, const real *bias
     for (long i = 0; i < c; i += PAIR)
         for (int r = 0; r < R; r++)
             for (int half = 0; half < 2; half++)
-                sum[r][half] = add_product(sum[r][half], x + r * c + i, w + i * PANEL + half * LANES * PAIR);
+                add_product(&sum[r][half], x + r * c + i, w + i * PANEL + half * LANES * PAIR);
     for (int r = 0; r < R; r++)
         EACH(j, columns) y[r * n + j] = ((real *)sum[r])[j] + (bias ? bias[j] : 0);
 }

@@ -1,8 +1,7 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-Values of all processes, then the model on several processes. Without other processes, each function
-does what one process needs.
-docs/scale.md explains which weights FSDP gathers when.
+First values of all processes, then the model on several processes. Without other processes, each
+function does what one process needs. docs/scale.md explains which weights FSDP gathers when.
 """
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -82,21 +82,20 @@ def find_file(name: str, code: str | None = None) -> Path:
 def model_file(name: str, code: str | None = None) -> ModuleType:
     """Return the module of a model: see `find_file`."""
     path = find_file(name, code)
-    if code:
-        from common.stored_code import import_copy
-        return import_copy(path)
-    module = sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
-    if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
-        raise UserError(f'{path} is not a model file: it has no {missing[0]}')
-    return module
+    if not code:
+        return sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
+    from common.stored_code import import_copy
+    return import_copy(path)
 
 
 def import_file(name: str, path: Path) -> ModuleType:
-    """Import a file as the module `name`."""
+    """Import a model's file as the module `name`."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
+            raise UserError(f'{path} is not a model file: it has no {missing[0]}')
     except BaseException:
         del sys.modules[name]
         raise

@@ -24,11 +24,12 @@ from typing import Literal
 
 import torch
 
+from attn_kernels import counted_targets
 from common import checkpoint, models, parallel, run_settings, runs
 from common.files import UserError, command, friendly_errors
 from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
 from common.settings import check_ranges
-from common.validation import counted, validation_loss
+from common.validation import validation_loss
 
 
 @dataclass
@@ -157,7 +158,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
     idx, targets = data.train_batch(step, s.batch_size, s.block_size, s.seed, mine)
     n = math.ceil(len(idx) / s.micro_batch_size)
     parts = list(zip(idx.tensor_split(n), targets.tensor_split(n)))
-    counts = [counted(x, y, model.config.eos_id) for x, y in parts]
+    counts = [int((counted_targets(x, y, model.config.eos_id) >= 0).sum()) for x, y in parts]
     loss_counts = [model.loss_count(x, y) for x, y in parts] if hasattr(model, 'loss_count') else counts
     total, loss_total = parallel.all_reduce(torch.tensor([sum(counts), sum(loss_counts)])).clamp(min=1).tolist()
     if device.type == 'cuda':  # one asynchronous copy; pinning needs contiguous memory

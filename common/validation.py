@@ -3,16 +3,9 @@ import math
 
 import torch
 
+from attn_kernels import counted_targets
 from common.files import UserError
 from common.parallel import all_gather, rank, world
-
-
-def counted(idx, targets, eos_id: int | None) -> int:
-    """Count the positions that the loss averages over: target >= 0 and the input is not eos."""
-    mask = targets >= 0
-    if eos_id is not None:
-        mask &= idx != eos_id
-    return int(mask.sum())
 
 
 @torch.no_grad()
@@ -33,7 +26,7 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     mine = range(rank(), n_windows, world())
     for start in range(0, len(mine), batch_size):
         idx, targets = data.val_batch(mine[start:start + batch_size], T, seed)
-        count = counted(idx, targets, model.config.eos_id)
+        count = int((counted_targets(idx, targets, model.config.eos_id) >= 0).sum())
         if not count:  # the model's mean over no token would be NaN
             continue
         for name, mean in model(idx.to(device), targets.to(device)).items():

@@ -19,7 +19,7 @@ import train
 from common import checkpoint, dry_run, machine, models, run_settings, runs
 from common.dry_run import LiveBytes, activation_bytes
 from common.files import UserError
-from common.validation import counted, validation_loss
+from common.validation import validation_loss
 from config.gpn import gpn_130m
 from data import open_data
 from data.tokenizers import load_tokenizer
@@ -229,7 +229,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(tiny_data, name, valu
     data = open_data(str(tiny_data))
     c = models.make_config(name, dict(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values)
     idx, targets = data.train_batch(3, 4, 32, 1337)
-    assert len({counted(x, y, 256) for x, y in zip(idx, targets)}) > 1
+    assert len({int((x != 256).sum()) for x in idx}) > 1
     torch.manual_seed(0)
     model, found = models.model_file(name).Model(c), []
     for micro in (1, 3, 4):

@@ -168,8 +168,8 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
         yield x.to(device), y.to(device), counts[i] / total, loss_counts[i] / loss_total, i == n - 1
 
 
-def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[dict, torch.Tensor]:
-    """Run one optimizer step. Returns this process's share of each loss part and the gradient norm.
+def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> dict[str, torch.Tensor]:
+    """Run one optimizer step. Returns the loss parts of the global batch, and 'grad_norm'.
 
     ddp: compiled and wrapped model. skips: see `step_if_finite`.
     """
@@ -186,10 +186,11 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> tuple[di
         (out['loss'] * (loss_share * machine.world)).backward()  # because DDP and FSDP average over processes
         for name, value in out.items():
             parts[name] = parts.get(name, 0) + value.detach() * (share if name == 'nll' else loss_share)
+    parts = dict(zip(parts, parallel.all_reduce(torch.stack([value.float() for value in parts.values()]))))
     norm = parallel.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     step_if_finite(optimizer, norm, skips)
     optimizer.zero_grad(set_to_none=True)
-    return parts, norm
+    return {**parts, 'grad_norm': norm}
 
 
 def step_if_finite(optimizer, norm, skips):
@@ -208,10 +209,11 @@ def step_if_finite(optimizer, norm, skips):
         optimizer.step()
 
 
-def read_skips(s, step, skips, lr) -> dict[str, int]:
+def read_skips(s, step, skips) -> dict[str, int]:
     """Return {'skipped': steps skipped since the last call} or {}. UserError for three in a row."""
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
+        lr = learning_rate(s, step * s.tokens_per_step)
         raise UserError(f'the gradients were not finite in three consecutive steps, at or before step {step}, with '
                         f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.recovery_advice(s.out_dir)}')
     if not n_skipped:
@@ -261,10 +263,9 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
         load_initial_weights(s, model, idx.to(machine.device))
     machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= MIN_BF16_PARAMETERS)
-    is_sharded = s.parallel == 'fsdp' and machine.world > 1
+    shards = f', weights in {s.shard or machine.world} shards' * (s.parallel == 'fsdp' and machine.world > 1)
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
-          f'{str(machine.dtype)[6:]}'
-          + (f', weights sharded over {s.shard or machine.world} processes' if is_sharded else ''))
+          f'{str(machine.dtype)[6:]}{shards}')
     return model
 
 
@@ -312,17 +313,15 @@ def train(s, config, data, record, machine, argv):
         stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < s.n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # stop after this step
-            parts, norm = train_step(model, ddp, optimizer, data, s, step, machine, skips)
+            parts = train_step(model, ddp, optimizer, data, s, step, machine, skips)
             step += 1
             log_due, save_due, eval_due = (step % n == 0 or step == s.n_steps for n in (
                 s.log_interval, s.save_interval, s.eval_interval))
             save_due |= stopping or step == s.last_before_decay  # --extend starts from last_before_decay
             if not (log_due or save_due or eval_due):
                 continue
-            lr = optimizer.param_groups[0]['lr']
-            values = parallel.all_reduce(torch.stack([value.float() for value in parts.values()])).tolist()
-            line = {'step': step, 'tokens': step * s.tokens_per_step, 'lr': lr, **dict(zip(parts, values)),
-                    'grad_norm': norm.item(), **meter.read(step), **read_skips(s, step, skips, lr)}
+            line = {'step': step, 'tokens': step * s.tokens_per_step, 'lr': optimizer.param_groups[0]['lr'],
+                    **{k: value.item() for k, value in parts.items()}, **meter.read(step), **read_skips(s, step, skips)}
             minutes_left = (s.n_steps - step) * s.tokens_per_step / line['tokens_per_s'] / 60
             progress(f'step {step}/{s.n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')

@@ -94,7 +94,7 @@ def trained(tiny_data, tmp_path_factory):
     result = train_several(folder, 2, [
         arguments(tiny_data, folder / f'standard_{kind}', 'standard', f'--parallel={kind}', '--sample_tokens=8')
         for kind in ('ddp', 'fsdp')])
-    assert 'weights sharded over 2 processes' in result.stdout
+    assert 'weights in 2 shards' in result.stdout
     return folder
 
 

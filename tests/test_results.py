@@ -294,7 +294,7 @@ def check_setting(page):
     """Strike out how the runs were made."""
     total, *hours = map(float, re.findall(r'([\d.]+)\s+core-hours', (RESULTS / 'trials.md').read_text()))
     assert round(sum(hours)) == total
-    page.says('All took about {:.0f} core-hours', total)
+    page.says('All trials took about {:.0f} core-hours', total)
     sample = gzip.open(RESULTS / 'wikipedia_sample.csv.gz', 'rt').read().split()[1:]
     assert len({line.split(',')[0] for line in sample}) == len(sample)
     assert all(re.fullmatch(r'\d+,[0-9a-f]{64}', line) for line in sample)

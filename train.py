@@ -169,7 +169,7 @@ def micro_batches(model, data, s, step, machine) -> Iterator[tuple]:
 
 
 def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> dict[str, torch.Tensor]:
-    """Run one optimizer step. Returns the loss parts of the global batch, and 'grad_norm'.
+    """Run one optimizer step. Returns the loss parts of the global batch and 'grad_norm'.
 
     ddp: compiled and wrapped model. skips: see `step_if_finite`.
     """

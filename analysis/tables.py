@@ -32,10 +32,12 @@ LAST = 'training tokens/s', 'training GiB', 'GPU-hours', 'training FLOPs'  # col
 FORMATS = {'seeds': '{:d}'.format, 'parameters': short_number, 'tokens': short_number,
            'state dim': '{:d}'.format, 'memory cells': '{:,d}'.format, 'validation loss': '{:.4f}'.format,
            'validation perplexity': '{:.2f}'.format, 'end-to-end throughput': '{:.2f}'.format,
-           'peak memory': '{:.2f}'.format, 'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format,
+           'prefill throughput': '{:.2f}'.format, 'peak memory': '{:.2f}'.format,
+           'training tokens/s': '{:,.0f}'.format, 'training GiB': '{:.1f}'.format,
            'GPU-hours': '{:,.1f}'.format, 'training FLOPs': '{:.2e}'.format}
 MEANS = {'corpus NLL': ' nats_per_word', 'task accuracy, %': ', %'}  # column: suffix of the columns it averages
-INFERENCE = {'end-to-end throughput': 'throughput, end to end', 'peak memory': 'memory, held'}  # `what` in its file
+INFERENCE = {'end-to-end throughput': 'throughput, end to end', 'prefill throughput': 'throughput, prefill',
+             'peak memory': 'memory, held'}  # `what` in its file
 DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_input'}  # settings that affect it
 
 

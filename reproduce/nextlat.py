@@ -5,15 +5,16 @@
     python reproduce/nextlat.py path_star --run      run its commands, or resume them
     python reproduce/nextlat.py --gpus=8             all, under torchrun
 
-The parts are named by their data. `small` has the runs of RESULTS.md, 4 to 33 minutes each on one
-core of an AMD EPYC. docs/nextlat.md says what we had to choose, docs/data.md how to get the map.
+The parts are named by their data. `small` has small models, 4 to 33 minutes each on one core of an
+AMD EPYC. docs/nextlat.md says what we had to choose, docs/data.md how to get the map.
 """
 from commands import main, runs, train
 
 OBJECTIVES = {'nextlat': '--model=nextlat', 'ntp': '--objective=ntp', 'mtp': '--model=mtp', 'jtp': '--model=jtp'}
 MULTI = 'nextlat', 'mtp', 'jtp'  # models with a horizon d
-FINEWEB = ['ntp', 'nextlat_d1', 'nextlat_d2', *(f'{m}_d{d}' for m in ('mtp', 'jtp') for d in (1, 2, 4, 8))]
-DRAFTS = [f'fineweb_{name}' for name in FINEWEB if name[-2:] in ('d1', 'd2', 'd4')]
+FINEWEB = ['ntp', 'nextlat_d1', 'nextlat_d2', *(f'{m}_d{d}' for m in ('mtp', 'jtp') for d in (1, 2, 4))]
+DRAFTS = [f'fineweb_{name}' for name in FINEWEB[1:]]
+ACCEPTANCE = '--acceptance_prompts=8'  # logs the acceptance rate of drafts, for the pretraining curves
 DOMAINS = 'data/built/domains'
 PREPARE = f'--val_fraction=0.9 --max_tokens=1e7 --out_dir={DOMAINS}'
 STORIES = 'TinyStoriesV2-GPT4-train.txt'
@@ -30,8 +31,9 @@ def by_objective(prefix: str, config: str, settings: str = '', names=tuple(OBJEC
     return {f'{prefix}_{name}{suffix}': (config, f'{OBJECTIVES[name]} {settings}') for name in names}
 
 
-MUON = {f'muon_{name}': (f'fineweb_{name}', '--optimizer=muon') for name in ('ntp', 'nextlat_d1')}
-CURVES = [f'{optimizer}_{name}' for optimizer in ('fineweb', 'muon') for name in ('ntp', 'nextlat_d1')]
+LANGUAGE = {f'fineweb_{name}': (f'fineweb_{name}', ACCEPTANCE * (name == 'nextlat_d1')) for name in FINEWEB}
+CURVES = {'fineweb_nextlat_d1': ('fineweb_nextlat_d1', ACCEPTANCE),
+          'muon_nextlat_d1': ('fineweb_nextlat_d1', f'{ACCEPTANCE} --optimizer=muon')}
 SWEEPS = {task: {f'sweep_{task}_{name}_{weight}': (task, f'{OBJECTIVES[name]} --lambda_mtp={weight}')
                  for weight in (0.1, 0.2, 0.4, 0.6, 0.8, 1.0) for name in ('mtp', 'jtp')}
           for task in ('countdown', 'manhattan', 'tinystories', 'path_star_g2_10')}
@@ -68,15 +70,12 @@ for task in ('path_star', 'countdown', 'tinystories'):
 
 TABLES = {
     # 100B tokens of FineWeb-Edu each. The tables have the paper's rows too.
-    'language': ['python prepare_fineweb.py --max_tokens=101e9', *(train(f'nextlat/fineweb_{n}') for n in FINEWEB),
-                 f'python eval.py {runs(*(f"fineweb_{n}" for n in FINEWEB))} --val --paper=nextlat',
-                 f'python -m analysis.tables {runs(*(f"fineweb_{n}" for n in FINEWEB))} --paper=nextlat'
-                 ' --out=out/tables'],
-    # AdamW and Muon: Smooth L1 and KL, then the next-token loss
-    'curves': [*(train(f'nextlat/fineweb_{n}') for n in ('ntp', 'nextlat_d1')), *trained(MUON),
-               f'python -m analysis.scores {runs(CURVES[1], CURVES[3])} --scores=val_kl,val_next_hidden'
-               ' --out=out/curves',
-               f'python -m analysis.loss_curves {runs(*CURVES)} --out=out/muon'],
+    'language': ['python prepare_fineweb.py --max_tokens=101e9', *trained(LANGUAGE),
+                 f'python eval.py {runs(*LANGUAGE)} --val --paper=nextlat',
+                 f'python -m analysis.tables {runs(*LANGUAGE)} --paper=nextlat --out=out/tables'],
+    # AdamW and Muon: Smooth L1, KL and the acceptance rate
+    'curves': [*trained(CURVES), f'python -m analysis.scores {runs(*CURVES)}'
+               ' --scores=val_next_hidden,val_kl,acceptance --out=out/curves'],
     # speculative decoding, after `language`: the figures, then the table
     'drafts': [f'python -m analysis.speculative {runs(*DRAFTS)} --out=out/speculative',
                f'python prepare_fineweb.py wikimedia/wikipedia --config=20231101.en --shuffle=200_000'

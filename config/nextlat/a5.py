@@ -2,7 +2,7 @@
 # steps of 1,024 are then the table's 512 epochs. The paper's text says a million words, of which
 # the setup that it cites (Merrill et al.) trains on 80%. Baselines: --objective=ntp, and the same
 # on words of the test length: --data=a5:length=36,train_rows=800_000,val_rows=2000 --block_size=36
-# --max_tokens=14_745_600_000. No positions (NoPE): --rope_scaling=1e30,1e9,2e9,1.
+# --max_tokens=14_745_600_000. No positions (NoPE): --rope_scaling=1e15,1e9,2e9,1.
 # Test on 100,000 words of 36: python eval.py RUN --val --data=a5:length=36
 model = 'nextlat'
 data = 'a5:length=12,train_rows=800_000,val_rows=2000'

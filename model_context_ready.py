@@ -9,7 +9,7 @@ encodes the context. The blocks themselves are unchanged.
     z_t = blocks(x~_t; keys and values of the past)   eq. 3  `Model.step`, `Block.forward`
     logits_t = W_head LN_f(z_t)                       eq. 4  `Model.head_input`, `Model._logits`
 
-There are two ways to compute a sequence; the second converges to the first (theorem 2):
+There are two ways to compute a sequence; the second converges to the first (theorem 3):
 
     streaming   token by token, like a recurrent network, because token t needs z_{t-1} (Algorithm
                 1). `extend` decodes this way. With bptt = True, training does too: `loop`.
@@ -347,11 +347,11 @@ class Model(nn.Module):
         self.n_unrolls = rng.choice(self.K_choices)
 
     def _fixed_point(self, is_token, *inputs):
-        """Parallel prefill: unroll until z stops changing (theorem 2), which equals streaming.
+        """Parallel prefill: unroll until z stops changing, which equals streaming (Lemma 1).
 
         is_token: (B, n), False for padding; inputs: of `unroll`. Returns z (B, n, C) and the
         number of unrolls. Stops when the relative change of z is below prefill_tol, or at rounding
-        level and no longer shrinking, or after n_tokens + 1 unrolls, when z is exact (Lemma 1).
+        level and no longer shrinking, or after n_tokens + 1 unrolls, when z is exact.
         Each row's last z is not checked: it depends only on earlier z.
         """
         device = is_token.device.type

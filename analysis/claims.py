@@ -7,7 +7,8 @@
 Claims are rows of claims.csv, runs are rows of claims_runs.csv (see docs/evaluation.md). A side
 `FILE: MODEL` of a claim is a row of a comparison in bench/results, written by analysis.compare.
 
-A claim is tested only if its runs can decide it at their size; others are described. Tests are
+A claim is tested if its runs can find an effect of the paper's size, or if it was named before they
+ran; others are described. Tests are
 two-sided t-tests of the differences by seed, corrected by Holm's method for the number of the
 paper's tests. `smallest` is the effect that such a test finds with a probability of 80%, given the
 differences' standard deviation `sd`. Writes a claims.csv with the numbers of each seed, and
@@ -230,7 +231,7 @@ def markdown(rows: dict[str, dict]) -> str:
     counts = ', '.join(f'{verdicts.count(verdict)} {verdict}' for verdict in (SUPPORTED, UNSEEN, OPPOSITE, DESCRIBED))
     lines = ["# The papers' claims on small models", '',
              f'{len(rows)} claims: {counts}. Tests are two-sided and paired by seed, at a family-wise level of {ALPHA} '
-             'per paper; "smallest" is the effect that they find with a probability of 80%. These models are 100 to '
+             'per paper; "smallest" is the effect that they find with a probability of 80%. These models are 15 to '
              "several thousand times smaller than the papers' models. claims.csv has the numbers of each seed, the "
              'commands and the machine.']
     for paper, title in PAPERS.items():

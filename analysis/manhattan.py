@@ -44,7 +44,7 @@ N_CONTINUATIONS, EPSILON = 30, 0.01  # for `compression` (Vafa et al.)
 class Settings(figures.ModelSettings):
     detours: float = 0.75  # probability of a detour at each step
     n_prefixes: int = 1000  # pairs of prefixes for `compression`
-    n_walks: int = 6400  # walks to reconstruct the map from; fewer for a small city, see docs/nextlat.md
+    n_walks: int = 6400  # walks to reconstruct the map from; fewer for a small city, as in reproduce/nextlat.py
     max_degree: int = 8  # maximum streets that leave a place, including invented ones
     distance: float = 4.0  # maximum length of an invented street; real ones have about 1; the paper: half a mile
     batch_size: int = 256  # rows processed at a time

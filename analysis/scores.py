@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from analysis import figures
 from analysis.runs import curve, curves_of, finished, group_by, holds_from
 from common.files import UserError
-from data.pointer_chasing import SOLVED
+from data.tasks import SOLVED
 
 
 @dataclass

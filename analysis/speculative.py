@@ -5,11 +5,11 @@
     python -m analysis.speculative RUN --draft=SMALL                another run drafts
     torchrun --nproc_per_node=8 -m analysis.speculative RUN         each GPU decodes some prompts
 
-The NextLat paper's protocol: prompts are the starts of validation documents, and no text ends
-early. On each batch of prompts, plain decoding and all draft lengths take turns; the speed-up is
-the median over batches of the ratio of times. `accepted` is the mean number of accepted tokens per
-verification, which yields one more token. Cumulative acceptance at i is the probability that the
-first i tokens of a draft are all accepted.
+Like the NextLat paper, with 1024 prompts of 512 tokens and 512 new ones. Here, prompts are the
+starts of validation documents, and no text ends early. On each batch of prompts, plain decoding and
+all draft lengths take turns; the speed-up is the median over batches of the ratio of times.
+`accepted` is the mean number of accepted tokens per verification, which yields one more token.
+Cumulative acceptance at i is the probability that the first i tokens of a draft are all accepted.
 
 Writes NAME.csv (--out=NAME), and NAME.png with speed-up and cumulative acceptance over the draft
 length. NAME.md has, for each run and data folder, the best fixed length (2 or more), its accepted

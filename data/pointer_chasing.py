@@ -27,9 +27,8 @@ import numpy as np
 
 from common.files import UserError
 from common.settings import check_ranges
-from data.tasks import greedy_tokens
+from data.tasks import SOLVED, greedy_tokens
 
-SOLVED = 0.99  # minimum accuracy for a level to be solved
 EQUALS, QUERY, FIRST_VALUE = 0, 1, 2  # ids; the values are followed by the keys, level by level, and `||`
 
 

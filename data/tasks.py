@@ -29,6 +29,7 @@ from common.settings import Text, check_ranges, make_settings
 from data.names import task_class
 from data.shards import shuffled
 
+SOLVED = 0.99  # from this accuracy on, a task, or a level of it, is solved
 MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
 
 # ---- a task by name ----

@@ -135,8 +135,9 @@ TABLES = {  # table: (its rows or patterns of rows, its commands after training,
     '1': ('owt_d5_c1120 owt_d6_c1024 owt_n6_c1088 owt_n12_c768 owt_n2_c1888'
           ' owt_n24_c1088 owt_n12_c1536 owt_d6_c2048 owt_n6_c2176', [LOSS, DEPTHS], ''),
     '2': ('owt_n12_c1024 owt_n13_c1024 owt_d12_c1024 owt_n14_c1024 owt_n24_c1024 owt_d23_c1024', [LOSS], 'batch'),
-    '3': ('owt_*_t64', [LOSS], ''),
-    '4': ('owt_n6_c1088_t1024 owt_d1_c2048_t1024_k10* owt_n1_c2048_t1024 owt_d1_c2048_t1024_finetune', [LOSS], ''),
+    '3': ('owt_*_t64', [LOSS], 'tokens'),
+    '4': ('owt_n6_c1088_t1024 owt_d1_c2048_t1024_k10* owt_n1_c2048_t1024 owt_d1_c2048_t1024_finetune', [LOSS],
+          'unrolls of the fine-tuned run'),
     '5': ('pointer_n* pointer_d1', [SCORES], 'dropout, warm-up, weight decay'),
     '6': ('owt_d1_c2048 owt_d1_c2048_400k owt_d1_c2048_t512 owt_d1_c2048_t1024 owt_d5_c1024 owt_d12_c1024'
           ' owt_d23_c1024', [DEPTHS], 'batch; for D = 5 also steps'),

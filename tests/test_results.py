@@ -297,7 +297,7 @@ def check_setting(page):
     assert len({line.split(',')[0] for line in sample}) == len(sample)
     assert all(re.fullmatch(r'\d+,[0-9a-f]{64}', line) for line in sample)
     page.says('a sample of {:,} articles', len(sample))
-    for text in ('chosen with seed 0, mostly', '100 to several thousand times smaller',
+    for text in ('chosen with seed 0, mostly', '15 to several thousand times smaller',
                  '95% intervals ', 'at a level of 5%', 'after 5M bytes of Wikipedia',
                  'read 4M bytes of textbooks in windows of 1,024 bytes, with five seeds and rates chosen after 1M',
                  '| 95% | sd |', '| | loss | minus Standard, w = 16 (95%) | FLOPs, ratio |',

@@ -80,12 +80,18 @@ def find_file(name: str, code: str | None = None) -> Path:
 
 
 def model_file(name: str, code: str | None = None) -> ModuleType:
-    """Return the module of a model: see `find_file`."""
+    """Return the module of a model: see `find_file`. Imports it again after an edit."""
     path = find_file(name, code)
-    if not code:
-        return sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
-    from common.stored_code import import_copy
-    return import_copy(path)
+    if code:
+        from common.stored_code import import_copy
+        return import_copy(path)
+    texts, module = {copy: text for copy, (_, text) in code_of(name).items()}, sys.modules.get(f'model_{name}')
+    if module is None or vars(module).setdefault('__texts__', texts) != texts:
+        for copy in texts if module else ():
+            sys.modules.pop(copy.removesuffix('.py'), None)
+        module = import_file(f'model_{name}', path)
+        module.__texts__ = texts
+    return module
 
 
 def import_file(name: str, path: Path) -> ModuleType:

@@ -150,10 +150,15 @@ def window_of(theirs, folder) -> int | None:
 
 
 def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
-    """Convert a Hugging Face model's tensors to a Standard model's (see `hf_tensor_map`)."""
-    tensors, state = {}, theirs.state_dict()
+    """Convert a Hugging Face model's tensors to a Standard model's (see `hf_tensor_map`).
+
+    UserError for a tensor that model_standard lacks.
+    """
+    tensors, state = {}, dict(theirs.state_dict())
     for ours, parts in hf_tensor_map(c, n_rows).items():
-        tensors[ours] = torch.cat([state[name] for name, _ in parts])
+        tensors[ours] = torch.cat([state.pop(name) for name, _ in parts])
+    if unread := sorted(state.keys() - {'lm_head.weight'}):  # of a tied head
+        raise UserError(f'this model has {unread[0]}, which model_standard lacks: it cannot be imported')
     for name in {'embed.weight', 'head.weight'} & tensors.keys():
         tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
     return tensors

@@ -105,10 +105,13 @@ def test_a_round_trip_is_bitwise_and_returns_the_family(name, tmp_path):
 
 
 NAME, BIAS = 'model.layers.1.self_attn.k_proj.weight', 'model.layers.1.self_attn.o_proj.bias'
+MLP_BIASES = {f'model.layers.{i}.mlp.{name}_proj.bias': torch.zeros(size)
+              for i in (0, 1) for name, size in (('gate', 80), ('up', 80), ('down', 48))}
 
 
 @pytest.mark.parametrize('weights, config, part', [
     ({NAME: None}, {}, f"missing keys ['{NAME}']"), ({BIAS: torch.zeros(48)}, {}, f"unexpected keys ['{BIAS}']"),
+    (MLP_BIASES, {'mlp_bias': True}, 'has model.layers.0.mlp.down_proj.bias, which model_standard lacks'),
     ({NAME: torch.zeros(48, 48)}, {}, 'mismatched keys'), ({}, {'num_hidden_layers': 3}, 'missing keys'),
     ({}, {'model_type': 'gpt2'}, "has model_type = 'gpt2': expected one of llama, mistral, qwen2, qwen3"),
     ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "rope_type 'yarn'"),

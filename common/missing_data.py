@@ -26,5 +26,5 @@ def assumed_data(s, record) -> SimpleNamespace:
     elif re.fullmatch(r'[\w.-]+/[\w.-]+', s.data):
         hint = '. If it is a dataset on the Hugging Face hub: ' + command(
             'prepare_fineweb.py', s.data, *tokenizer, f'--out_dir=data/built/{Path(s.data).name}', max_tokens)
-    return SimpleNamespace(**{**like, 'folder': s.data}, splits={'train': {'tokens': s.max_tokens}},
-                           n_rows=lambda split, T: 1, hint=hint)
+    return SimpleNamespace(**{**like, 'folder': s.data, 'splits': {'train': {'tokens': s.max_tokens}},
+                              'n_rows': lambda split, T: 1, 'hint': hint})

@@ -204,7 +204,7 @@ def start_run(s, config, data, machine, step: int) -> None:
     folder = Path(s.out_dir)
     remove_run(folder)  # there is one only with --overwrite: see `check_out_dir`
     this_start = dict(resume=False, overwrite=False, dry_run=False, gpu_gib=None, code=None)
-    source = s.init_from or s.extend
+    source = s.extend or s.init_from
     parent = read_run(source)['data'] if source else {}
     if source and (Path(source) / CHAT_TEMPLATE).is_file():
         write_file(folder / CHAT_TEMPLATE, (Path(source) / CHAT_TEMPLATE).read_bytes())

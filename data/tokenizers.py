@@ -80,6 +80,8 @@ def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     Names that are not paths are returned unchanged. tokenizer_config.json records eos_token.
     """
     path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
+    if tokenizer_digest(name) == name:  # not a path, even if there is such a file
+        return name
     if path.is_file():
         own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
         from data.tokenizer_files import special_tokens

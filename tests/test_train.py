@@ -140,6 +140,9 @@ def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_da
     other_data = run('train.py', f'--out_dir={new}', '--resume', f'--data={tmp_path / "data"}')
     assert_sentence(other_data, f'is not the data that the run in {new} was trained on')
     assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), '--init_from and --out_dir')
+    record['data']['n_rows'] = 300  # of an imported run
+    (new / 'config.json').write_text(json.dumps(record))
+    assert_sentence(train_tiny('out/none', tmp_path / 'x', f'--init_from={new}'), 'no data at out/none')
     assert runs.load_run(new)[1]['step'] == 3
     succeeded(train_tiny(tiny_data, tmp_path / 'sps', '--resume=False', '--model=sps', '--window=4', steps=1))
     for model in ('sps', 'standard'):  # SPS and Standard have the same tensors

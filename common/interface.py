@@ -121,7 +121,7 @@ class Generation:
         self.prompts = [run.encode(text) for text in prompts]
         self.n_new = new_tokens(self.prompts, options.max_new_tokens, run.block_size)
         self.stop = (options.stop or '').replace('\\n', '\n').encode(errors='replace')
-        self.found = [b''] * len(prompts)  # the texts so far
+        self.found, self.n_read = [b''] * len(prompts), [0] * len(prompts)  # the texts so far, of so many new ids
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # buffers incomplete characters
         self.n_yielded = self.n_ready = 0  # bytes of the first text
         self.draft, self.is_drafted = None, bool(options.draft) or options.draft_len is not None
@@ -159,7 +159,8 @@ class Generation:
 
     def finished(self, i: int, ids: list[int]) -> bool:
         """Receive the new ids of text i so far. Returns True if they contain the stop string."""
-        text = self.tokenizer.decode(ids)
+        text = self.found[i] + self.tokenizer.decode(ids[self.n_read[i]:])
+        self.n_read[i] = len(ids)
         is_stopped = bool(self.stop) and self.stop in text
         self.found[i] = text.partition(self.stop)[0] if is_stopped else text
         if i == 0:

@@ -137,10 +137,11 @@ def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 def encoded_pieces(encode: Callable, text: str) -> Iterator:
     """Yield the ids of a text in pieces, equal to those of the whole text but with less memory."""
     start, n_before = 0, 0
-    while start < len(text):
+    while len(text) - start > PIECE:
         end = next_cut(encode, text, start)
         yield encode(text[max(0, start - CONTEXT):end])[n_before:]  # without the context's ids
         start, n_before = end, len(encode(text[end - CONTEXT:end]))
+    yield encode(text[max(0, start - CONTEXT):])[n_before:]
 
 
 def next_cut(encode: Callable, text: str, start: int) -> int:

@@ -1,8 +1,7 @@
 """What a run inherits: --extend continues from before the decay; settings by --init_from."""
 import dataclasses
+import json
 import shutil
-from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 from conftest import STEP_TOKENS, assert_sentence, config_json, contents, losses, run, succeeded, train_tiny
@@ -27,6 +26,9 @@ def extend(source, out, steps, *more):
 def test_an_extended_run_equals_a_long_run_bitwise(short, tiny_data, tmp_path):
     succeeded(train_tiny(tiny_data, tmp_path / 'whole', steps=40))
     source = shutil.copytree(short, tmp_path / 'short')
+    its_config = config_json(source)
+    its_config['settings']['init_from'] = '/gone'  # as if the source had started from another run
+    (source / 'config.json').write_text(json.dumps(its_config))
     before = contents(source)
     assert 'from step 18' in succeeded(extend(source, tmp_path / 'longer', 40)).stdout
     assert losses(tmp_path / 'longer') == losses(tmp_path / 'whole') and len(losses(tmp_path / 'longer')) == 40
@@ -84,14 +86,3 @@ def test_init_from_takes_over_what_both_models_mean_alike(source, target, taken,
     if source == 'standard':
         with pytest.raises(UserError, match='it has window = 7, but model_nextlat has no window'):
             continuing.inherit_model_settings(dataclasses.replace(s, model='nextlat'), {})
-
-
-def test_settings_that_only_affect_speed_are_reset_when_a_run_is_loaded(monkeypatch):
-    """Those that the model's Config lists in may_change; no others of the same name."""
-    Config = dataclasses.make_dataclass('Config', [('attention', Literal['softmax', 'linear'], 'softmax')])
-    for listed, loaded in ((('attention',), 'softmax'), ((), 'linear')):
-        Config.may_change = listed
-        monkeypatch.setattr(models, 'model_file', lambda name, code=None: SimpleNamespace(Config=Config))
-        record = {'model': 'x', 'code': None, 'model_config': {'attention': 'linear'}}
-        assert models.portable_config(record, 'out/a').attention == loaded
-        assert ('attention' in continuing.may_change(record)) == bool(listed)

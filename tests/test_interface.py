@@ -14,14 +14,17 @@ TEXTS = ['Return the', 'naïve words']
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps', 'gpn'])
-def test_generate_stream_loss_and_hidden_equal_the_scripts(name, tmp_path):
+def test_generate_stream_loss_and_hidden_equal_the_scripts(name, tmp_path, monkeypatch):
     make_run(tmp_path / 'run', name)
     ours = load(tmp_path / 'run', 'cpu')
     options, args = dict(max_new_tokens=30, temperature=0.8, top_k=90), ['--max_new_tokens=30', '--temperature=0.8']
     printed = succeeded(run('sample.py', tmp_path / 'run', *TEXTS, *args, '--top_k=90', '--device=cpu')).stdout
     texts = ours.generate(TEXTS, **options)
     assert printed == ''.join(f'--- {i}\n{a}{b}\n' for i, (a, b) in enumerate(zip(TEXTS, texts), 1)) and texts[0]
+    decoded, decode = [], ours.tokenizer.token_bytes
+    monkeypatch.setattr(ours.tokenizer, 'token_bytes', lambda i: decoded.append(i) or decode(i))
     pieces = [*ours.stream(TEXTS[1], **options)]
+    assert len(decoded) <= 30  # each token once
     assert [''.join(pieces)] == ours.generate(TEXTS[1], **options) and len(pieces) > 10
     ids = ours.tokenizer.encode(TEXTS[0])
     with torch.no_grad():

@@ -2,6 +2,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +182,8 @@ def test_encoding_a_long_text_in_pieces_gives_the_same_ids(kinds, seed, blank, m
         pieces = [[*ids] for ids in writing.encoded_pieces(counted, text)]
         assert [i for ids in pieces for i in ids] == [*encode(text)], name
         assert len(pieces) > 1 and max(lengths) <= 2000 + 1009 + 2000 + sum(map(len, runs)), name
+        lengths.clear()
+        assert len([*writing.encoded_pieces(counted, text[:2000])]) == 1 and lengths == [2000]
 
 
 @pytest.mark.parametrize('blank', [' ', '\n'])
@@ -204,7 +207,10 @@ def test_a_copied_run_samples_without_data_and_evaluates_on_moved_data(trained, 
         succeeded(run('train.py', f'--out_dir={copy}', '--resume', f'--data={name}'))
 
 
-def test_gpt2_files_are_copied_and_recognized(tmp_path):
+def test_gpt2_files_are_copied_and_recognized(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('byte').touch()
+    assert copy_tokenizer(tmp_path, 'byte') == 'byte'  # not that file
     (tmp_path / 'own').mkdir()
     for name in ('encoder.json', 'vocab.bpe'):  # compared with OpenAI's files when loaded
         (tmp_path / 'own' / name).write_text(name)

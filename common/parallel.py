@@ -43,18 +43,6 @@ def any_rank(flag: bool) -> bool:
     return bool(all_reduce(torch.tensor([flag], dtype=torch.int64)))
 
 
-@contextmanager
-def rank_0_first() -> Iterator[None]:
-    """Run the block on rank 0 before all others, so that they find the files it creates."""
-    if rank() > 0:
-        all_gather(None)  # waits for rank 0
-    try:
-        yield
-    finally:
-        if rank() == 0:
-            all_gather(None)
-
-
 # ---- the model ----
 
 def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -7,7 +7,7 @@ from common/continuing.py.
 from dataclasses import fields
 from pathlib import Path
 
-from common import models, parallel, runs
+from common import models, runs
 from common.files import UserError, command
 from common.machine import ranks
 from common.settings import load_settings, options_of
@@ -55,13 +55,12 @@ def code_folder(s) -> str | None:
 
 
 def training_data(s, record):
-    """Open the data of a run. Rank 0 builds built-in data first. UserError if there are none."""
-    with parallel.rank_0_first():
-        try:
-            data = open_data(s.data)
-        except MissingData as error:
-            from common.missing_data import assumed_data
-            raise UserError(f'{error}{assumed_data(s, record).hint}')
+    """Open the data of a run. UserError if there are none."""
+    try:
+        data = open_data(s.data)
+    except MissingData as error:
+        from common.missing_data import assumed_data
+        raise UserError(f'{error}{assumed_data(s, record).hint}')
     if s.verify:
         data.verify()
     return data

@@ -54,18 +54,6 @@ def test_the_map_is_read_without_running_code_of_its_pickle(tmp_path, monkeypatc
     assert json.loads(edges) == {'edges': [[1, 'NE', 2], [2, 'S', 1]]}
 
 
-def test_configs_named_in_loops_exist():
-    """In `for c in NAME NAME; do python train.py config/gpn/$c.py`, every NAME is a config."""
-    wrong = []
-    for page in PAGES:
-        for variable, names, body in re.findall(r'for (\w) in ([^;$]+); do((?:(?!\n\n).)*)', (ROOT / page).read_text(),
-                                                re.DOTALL):
-            for path in re.findall(rf'config/[\w/]*\$\{{?{variable}\}}?\w*\.py', body.split('; done')[0]):
-                configs = [re.sub(rf'\$\{{?{variable}\}}?', name, path) for name in names.split()]
-                wrong += [config for config in configs if not (ROOT / config).exists()]
-    assert wrong == []
-
-
 def test_commands_of_a_paper_run_in_order_and_runs_are_resumed(tmp_path, monkeypatch, capfd):
     import commands as of_papers
     monkeypatch.setattr(of_papers, 'ROOT', tmp_path)

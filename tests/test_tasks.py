@@ -277,18 +277,12 @@ def test_a_row_is_printed_with_its_targets(capsys):
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
     ('recall:distances=8-x', "distances is 'x' in data 'recall:distances=8-x': expected int"),
     ('recall:length=50', 'length is 50: 8 pairs with queries at distances (8, 16, 32, 64) do not fit'),
-    ('', 'data is empty: expected a .txt, .jsonl, .csv or .parquet file')])
-def test_bad_options_give_a_clear_error(name, sentence):
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        open_data(name)
-
-
-@pytest.mark.parametrize('name, sentence', [
+    ('', 'data is empty: expected a .txt, .jsonl, .csv or .parquet file'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)'),
     ('manhattan:edges=none.json', 'edges = none.json is not a city'),
     ('none.txt', 'expected a .txt, .jsonl, .csv or .parquet file'), ('docs', 'a folder with meta.json or of such')])
-def test_a_dry_run_goes_on_only_without_data_that_a_command_may_build(name, sentence):
-    is_to_come = name in ('path_stars', 'manhattan:edges=none.json')
+def test_wrong_data_give_a_clear_error_and_a_dry_run_goes_on_without_data_to_come(name, sentence):
+    is_to_come = name in ('path_stars', 'manhattan:edges=none.json')  # a command may build them
     with pytest.raises(UserError, match=re.escape(sentence)) as error:
         open_data(name)
     assert isinstance(error.value, MissingData) == is_to_come

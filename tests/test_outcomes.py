@@ -216,15 +216,16 @@ def test_a_paper_run_is_followed_by_the_papers_row(tmp_path):
     write_results(whole, {'sciq': {'acc_norm': 0.5}, 'piqa': {'acc_norm': 0.25}}, limit=7)
     write_results(whole, {'piqa': {'acc_norm': 0.625}})
     rates = [{'scale': 's', 'what': what, 'sps': ratio, 'sps_window_0': 9.0}
-             for what, ratio in (('throughput, end to end', 0.94), ('memory, held', 1.01), ('memory, peak', 5.0))]
+             for what, ratio in (('throughput, end to end', 0.94), ('throughput, prefill', 0.6), ('memory, held', 1.01),
+                                 ('memory, peak', 5.0))]
     assert [tables.inference_of(Run(folder), rates) for folder in other] == [
-        {'end-to-end throughput': 0.94, 'peak memory': 1.01}, {}, dict.fromkeys(tables.INFERENCE, 9.0)]
+        dict(zip(tables.INFERENCE, (0.94, 0.6, 1.01))), {}, dict.fromkeys(tables.INFERENCE, 9.0)]
     (tmp_path / 'inference.json').write_text(json.dumps({'rows': rates}))
     (ours, paper), _ = drawn(tmp_path, 'tables', whole, f'--inference={tmp_path}/inference.json')
     assert paper['run'] == 'paper: SPS S' and paper['corpus NLL'] == '3.913' and ours['validation loss'] == '2.75'
     assert float(ours['corpus NLL']) == pytest.approx((3.25 + 4.25 + 4.5 + 4.5) / 4)
     assert ours['task accuracy, %'] == '' and float(ours['piqa acc_norm, %']) == 62.5 and ours['sciq acc_norm, %'] == ''
-    assert (ours['end-to-end throughput'], ours['peak memory']) == ('0.94', '1.01')
+    assert [ours[column] for column in tables.INFERENCE] == ['0.94', '0.6', '1.01']
     assert float(ours['GPU-hours']) == 16 and float(ours['training GiB']) == 70.5
     flops = Run(whole).flops_per_token
     assert float(ours['training FLOPs']) == pytest.approx(20_000_145_408 * flops)

@@ -108,7 +108,7 @@ def evaluations(path: Path) -> dict[str, float]:
     found = {}
     for record in read_lines(path, is_whole):
         options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
-                   if key in SCORE_OPTIONS and value not in (None, 0)]
+                   if key in SCORE_OPTIONS and (value is False or value not in (None, 0))]
         if record.get('step', 0) < (record.get('of_steps') or 0):
             options.append(f'step={record.get("step", 0)}')
         for task, metrics in record['results'].items():

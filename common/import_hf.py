@@ -22,7 +22,7 @@ from common.families import FAMILIES, LINEAR, hf_tensor_map
 from common.files import UserError, command, first_line, friendly_errors, read_json, write_file
 from common.hf_tokenizer import fast_tokenizer
 from common.settings import load_settings
-from data.tokenizers import Tokenizer, copy_tokenizer, load_tokenizer, padded_vocab
+from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 
 ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
 
@@ -64,6 +64,8 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
         theirs = load_hf_model(folder)
         c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
         tensors = read_tensors(theirs, c, n_rows)
+        if bad := checkpoint.first_nonfinite(tensors):
+            raise UserError(f'{folder} has NaN or infinity in {bad}: download it again')
         ends = sorted({own.eos_id, *read_eos_ids(folder)})
         record = {
             'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
@@ -78,10 +80,9 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
         raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
     with runs.locked_run(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
-        runs.save_run(run, record)
-        copy_tokenizer(run, own.name, eos_token)
         if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
             write_file(run / runs.CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
+        runs.save_run(run, record, eos_token)
     sample = command('sample.py', run, 'Once upon a time')
     print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: {sample}; finetune: train.py with '
           f'{shlex.quote(f"--init_from={run}")}')

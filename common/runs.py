@@ -76,7 +76,7 @@ def read_run(folder, code: str | None = None) -> dict:
     remedy = 'copy the run again or retrain it'
     if 'model_type' in read_json(path, remedy):
         name = f'out/{Path(folder).resolve().name}'
-        raise UserError(f'{folder} is a Hugging Face folder: convert it to a run with '
+        raise UserError(f'{folder} is a Hugging Face folder: if it is a Llama, Mistral or Qwen, convert it with '
                         f'{command("-m", "common.import_hf", folder, f"--out_dir={name}")}, then use {name}')
     record = read_json(path, remedy, check_record)
     data = record['data']
@@ -160,7 +160,7 @@ def check_out_dir(folder, overwrite: bool) -> None:
 
 @contextmanager
 def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
-    """Lock a run folder. Deletes a new run again if it fails before a step is logged or saved."""
+    """Lock a run folder. Deletes a new run again if it fails before its log has a step."""
     folder = Path(folder)
     if is_new:
         check_out_dir(folder, overwrite)
@@ -187,12 +187,12 @@ def remove_run(folder: Path) -> None:
             (folder / name).rmdir()
 
 
-def save_run(folder, record: dict) -> None:
+def save_run(folder, record: dict, eos_token: str | None = None) -> None:
     """Write a new run folder: copies of its model's code and its tokenizer, and config.json."""
     (Path(folder) / STORED).mkdir(parents=True, exist_ok=True)
     for name, (_, text) in code_of(record['model'], record.pop('code', None)).items():
         write_file(Path(folder) / STORED / name, text.encode())
-    data = {**record['data'], 'tokenizer': copy_tokenizer(folder, record['data']['tokenizer'])}
+    data = {**record['data'], 'tokenizer': copy_tokenizer(folder, record['data']['tokenizer'], eos_token)}
     write_json(Path(folder) / 'config.json', {**record, 'data': data})
 
 
@@ -269,7 +269,7 @@ def start_wandb(s, config, known: str | None):
                           config=dataclasses.asdict(s) | dataclasses.asdict(config), allow_val_change=True)
     except Exception as error:  # not installed, no key, no network
         raise UserError(f'wandb could not start ({type(error).__name__}: {error}): pip install wandb, run '
-                        '`wandb login`, or leave out wandb_project')
+                        '`wandb login`, or set --wandb_project=None')
 
 
 def open_log(folder, step: int, edited: list[str] | None = None) -> IO:

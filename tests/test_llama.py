@@ -112,6 +112,7 @@ MLP_BIASES = {f'model.layers.{i}.mlp.{name}_proj.bias': torch.zeros(size)
 @pytest.mark.parametrize('weights, config, part', [
     ({NAME: None}, {}, f"missing keys ['{NAME}']"), ({BIAS: torch.zeros(48)}, {}, f"unexpected keys ['{BIAS}']"),
     (MLP_BIASES, {'mlp_bias': True}, 'has model.layers.0.mlp.down_proj.bias, which model_standard lacks'),
+    ({NAME: torch.full((16, 48), torch.nan)}, {}, 'has NaN or infinity in blocks.1.qkv.weight'),
     ({NAME: torch.zeros(48, 48)}, {}, 'mismatched keys'), ({}, {'num_hidden_layers': 3}, 'missing keys'),
     ({}, {'model_type': 'gpt2'}, "has model_type = 'gpt2': expected one of llama, mistral, qwen2, qwen3"),
     ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "rope_type 'yarn'"),

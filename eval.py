@@ -68,7 +68,7 @@ class Settings:
     code: Literal['run'] | None = None  # run: the model's code as stored in the run, not as it is now
     model: str | None = None  # path of the model's file, if it is not in this repository
     device: Device = 'auto'  # auto: cuda if available, else cpu
-    dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
+    dtype: DType = 'auto'  # dtype of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere
     verbose: bool = False  # show lm-eval's own warnings
 
     def __post_init__(self):

@@ -36,7 +36,7 @@ class Config:
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
-    init: Literal['normal', 'torch'] = 'normal'  # normal: N(0, init_std^2) for all matrices; torch: nn.Linear's default
+    init: Literal['normal', 'torch'] = 'normal'  # of matrices. normal: by init_std; torch: nn.Linear's default
     tied_head: bool = True  # the output head shares the embedding's weights
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
     vocab_size: int = 50304  # rows of the embedding table, V: token ids, then padding

@@ -57,7 +57,7 @@ RUNS = {row['name']: row for row in read_csv(HERE / 'claims_runs.csv')}
 
 
 def arguments(name: str) -> list[str]:
-    """Return a run's arguments of train.py, without learning rate, seed and folder."""
+    """Return a run's arguments of train.py, without seed and folder."""
     config, *own = RUNS[name]['arguments'].split()  # these come last, so they override the common ones
     # one dtype for all: with `auto`, it would depend on model size
     return [config, '--dtype=float32', '--eval_tokens=500_000', '--eval_interval=1_000_000', '--sample_tokens=0', *own]

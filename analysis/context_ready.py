@@ -4,8 +4,9 @@
 
 Measures on validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially;
 the gain from the correction, K = 1 minus K = 5 ("Corr." in table 6); the contraction L at the K of
-training (K = 5 for bptt runs); the unrolls of a parallel prefill; C/N, width per layer (table 1);
-multiply-adds and cache bytes per token. Writes NAME.csv and NAME.png (perplexity over K).
+training, at least 3 (5 for bptt runs); the unrolls of a parallel prefill; C/N, width per layer
+(table 1); multiply-adds and cache bytes per token. Writes NAME.csv and NAME.png (perplexity over
+K).
 
 The paper's L is the largest ||c_K,t - c_K-1,t|| / ||c_K-1,t - c_K-2,t|| over positions t. It does
 not say how windows are combined, so three estimates are given, over positions that still change:

@@ -49,7 +49,7 @@ class Settings(figures.Settings):
     temperature: float = 1.0  # 0: greedy decoding
     batch_size: int = 1  # prompts decoded at a time
     device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
-    dtype: DType = 'auto'  # weights and cache; auto: bfloat16 on GPUs, float32 elsewhere
+    dtype: DType = 'auto'  # weights and cache; auto: bfloat16 on CUDA, float32 elsewhere
 
     def __post_init__(self):
         super().__post_init__()

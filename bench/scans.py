@@ -2,8 +2,9 @@
 
     python -m bench.scans [--toy]
 
-A step is a forward and backward pass: on a CPU in fp32 and, if it has bf16 units, also under bf16
-autocast; on a GPU under bf16 autocast at the papers' sizes. Peak memory is of one process per form.
+A step is a forward and backward pass: on a CPU in fp32, of GPN also under bf16 autocast if it has
+bf16 units; on a GPU under bf16 autocast at the papers' sizes. Peak memory is of one process per
+form.
 """
 from collections.abc import Callable, Iterator
 

@@ -53,7 +53,7 @@ def check_extension(s, saved, given: dict) -> None:
     """Raise UserError unless the run s.extend, with settings `saved`, can be extended."""
     if saved.schedule == 'cosine':
         raise UserError(f'{s.extend} has schedule = cosine, whose learning rates depend on max_tokens from the start, '
-                        'so it cannot be extended: train a new run, or use wsd or constant')
+                        'so it cannot be extended: train a new run, with wsd or constant to extend that one')
     if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(s.extend).resolve():
         raise UserError(f'--extend={s.extend} needs a new run folder: add --out_dir=NEW')
     if s.max_tokens <= saved.max_tokens or 'max_tokens' not in given:
@@ -100,8 +100,8 @@ def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
     source, up_to, log = s.out_dir, None, Path(s.out_dir) / 'log.jsonl'
     if not has_checkpoint(s):
         if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
-            raise UserError(f'{source} has no checkpoint, but its log lists one: copy {source}/ckpt back, or start '
-                            'again with --overwrite instead of --resume')
+            raise UserError(f'{source} has no checkpoint, but its log lists one: copy {source}/ckpt back, or '
+                            'repeat the command that started it, with --overwrite')
         if not s.extend:  # killed before the first checkpoint
             return 0, 0.0
         planned = runs.read_run(s.extend)['settings']['max_tokens']

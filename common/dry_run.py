@@ -26,7 +26,7 @@ PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Ten
 
 
 def dry_run(s, given: dict, record, machine) -> None:
-    """Check all that train.py checks before it builds the model, and print memory estimates."""
+    """Check the settings as train.py does, and print memory estimates."""
     try:
         data = open_data(s.data)
     except MissingData:

@@ -57,7 +57,7 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
     except (MemoryError, RuntimeError, CalledProcessError) as error:
         if any(text in repr(error) for text in NO_COMPILER):
             sys.exit(f'{program}: torch.compile and Triton need a C++ compiler and the headers of Python (on Debian: '
-                     f'apt install g++ python3-dev). On a CPU, leave out --compile. {first_line(error)}')
+                     f'apt install g++ python3-dev). On a CPU, set --compile=False. {first_line(error)}')
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate" not in str(error):
             raise
         sys.exit(f'{program}: out of memory. For training, lower --micro_batch_size or give a checkpoint_ setting '
@@ -80,7 +80,7 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Print a line to stderr, only on rank 0 and only the first time."""
+    """Print a line to stderr, under torchrun only on rank 0, and only the first time."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ or os.environ['RANK'] == '0':  # set by torchrun
         print(printable(line), file=sys.stderr, flush=True)
 

@@ -38,7 +38,7 @@ def load(folder, device: Device = 'auto', dtype: DType = 'auto', code: str | Non
          model: str | None = None) -> 'Run':
     """Load the newest undamaged checkpoint of a run folder.
 
-    dtype: of weights and cache; auto: bfloat16 on GPUs, float32 elsewhere. code = 'run': import the
+    dtype: of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere. code = 'run': import the
     model's code as stored in the run. model: path of the model's file, if it is not in this
     repository. UserError if the folder is not a run or has no undamaged checkpoint.
     """

@@ -1,7 +1,7 @@
 """lm-eval for runs: `RunLM` is the model, `run_tasks` runs tasks.
 
 With several processes, each scores a share of the requests and gathers the rest. For other lm-eval
-settings, such as a chat template, use `lm_eval.simple_evaluate(RunLM(...), ...)`.
+settings, use `lm_eval.simple_evaluate(RunLM(...), ...)`.
 """
 import difflib
 import functools

@@ -75,8 +75,8 @@ def find_file(name: str, code: str | None = None) -> Path:
     near = difflib.get_close_matches(name, known, 1, 0.4)
     nearest = f'did you mean {near[0]!r}? Otherwise ' if near else ''
     raise UserError(f'unknown model {name!r}: {nearest}give the path of its file with --model=PATH or, for a run that '
-                    'you trust, use the copy in it with --code=run (train.py, sample.py, eval.py, common.export). '
-                    f'Models here: {", ".join(sorted(known))}')
+                    'you trust, use the copy in it with --code=run (train.py --resume, sample.py, eval.py, '
+                    f'common.export). Models here: {", ".join(sorted(known))}')
 
 
 def model_file(name: str, code: str | None = None) -> ModuleType:

@@ -146,8 +146,9 @@ def check_settings(s, data, world) -> None:
 
 
 def check_windows(data, block_size: int) -> None:
-    """Raise UserError unless both splits have a window of block_size tokens."""
+    """Raise UserError unless val has a window of block_size tokens, and train one at any offset."""
     for split in ('train', 'val'):
         if data.n_rows(split, block_size) < 1:
+            needed = 2 * block_size if split == 'train' else block_size + 1
             raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for a window of '
-                            f'block_size = {block_size}: use a smaller block_size or more data')
+                            f'block_size = {block_size}, which needs {needed}: use a smaller block_size or more data')

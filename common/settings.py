@@ -147,7 +147,7 @@ def typed(name: str, value, annotation, where: str):
     want, hint = expected(annotation), ''
     if type(value) in (int, float) and not -LARGEST <= value <= LARGEST:
         want = f'a number from {-LARGEST:.0e} to {LARGEST:.0e}'
-    elif value == '' and type(None) in allowed:  # --init_from=$RUN with RUN unset, for example
+    elif value == '' and {str, type(None)} <= {*allowed}:  # --init_from=$RUN with RUN unset, for example
         want = 'text or None'
     else:
         if float in allowed and type(value) is int:
@@ -178,7 +178,7 @@ def parsed(text: str, allowed: list, choices: list, element):
 def make_settings(Settings: type, values: dict, where: str):
     """Return a dataclass of settings, or a model's Config, with these values and defaults.
 
-    Raises UserError for unknown names and invalid values; its message ends with `where`.
+    Raises UserError for unknown names and invalid values; its message contains `where`.
     """
     types_of = typing.get_type_hints(Settings)
     if unknown := sorted(values.keys() - types_of.keys()):

@@ -270,7 +270,7 @@ class DraftStatistics:
 
 
 def validation_drafts(model, data, block_size: int, n_prompts: int, seed: int = 0) -> DraftStatistics:
-    """Continue the first halves of validation windows, with drafts of up to 5 tokens."""
+    """Continue halves of validation windows, with drafts of up to 5 tokens."""
     T = block_size // 2
     prompts = data.val_batch(range(min(n_prompts, data.n_rows('val', T))), T)[0].tolist()
     return speculative_generate(model, prompts, block_size - T, draft_len=min(5, model.longest_draft), seed=seed)[1]

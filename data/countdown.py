@@ -27,7 +27,7 @@ from data.tasks import greedy_answers
 OPERATIONS = '+*-/'
 PAIRS = {n: list(combinations(range(n), 2)) for n in (4, 3, 2)}
 REST = {n: [[k for k in range(n) if k not in pair] for pair in PAIRS[n]] for n in PAIRS}
-TRIES = 8  # draws of four numbers that are searched together; about one in five is solvable
+TRIES = 8  # draws of four numbers that are searched together; about one in seven is solvable
 
 
 @dataclass

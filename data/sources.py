@@ -87,8 +87,9 @@ class Source:
             has_text, fields = has_text or found is not None, fields or [*record]
             yield next_state, found
         if not has_text:
-            raise UserError(f'{self.name} has no text in field {self.s.text_field!r}; fields: '
-                            f'{", ".join(fields[:20]) or "none"}. Set --text_field of prepare_fineweb.py')
+            hint = (f' in field {self.s.text_field!r}; fields: {", ".join(fields[:20])}. Set --text_field of '
+                    'prepare_fineweb.py') if fields else ''
+            raise UserError(f'{self.name} has no text{hint}')
 
     def _shuffled(self, state: dict | None) -> Iterator[tuple]:
         """Read blocks of s.shuffle documents, and shuffle each with its number as seed.

@@ -96,7 +96,7 @@ class ShardWriter:
         n_bytes = [self.splits.get(split, {'bytes': 0})['bytes'] for split in ('train', 'val')]
         if 0 in n_bytes:
             raise UserError(f'the train split would have {n_bytes[0]:,} bytes of text, val {n_bytes[1]:,}: give more '
-                            'text or a larger --max_tokens, so that neither is empty')
+                            'text (or prepare_fineweb.py a larger --max_tokens), so that neither is empty')
         write_json(self.folder / 'meta.json', {
             'tokenizer': copy_tokenizer(self.folder, self.tokenizer.name), 'n_ids': self.tokenizer.n_ids,
             'eos_id': self.tokenizer.eos_id, 'bos': bool(self.tokenizer.start), 'dtype': self.dtype,

@@ -40,8 +40,10 @@ def pinned(model, fast):
     name, path = fast.__name__.removeprefix('scans.'), Path(getattr(file, '__file__', ''))
     is_here = path.parent == Path(__file__).parent.parent
     model_name = file.__name__.removeprefix('model_') if is_here else path
-    _warn_once(f'{file.__name__} was edited, so its equations run step by step, without {fast.__name__} ({why}). If '
-               f'both still compute the same: python -m scans {name} --model={model_name}')
+    compare = f'. If both still compute the same: python -m scans {name} --model={model_name}'
+    is_copy = '.' in file.__name__  # in a package: the code stored in a run
+    _warn_once(f'{file.__name__} was edited, so its equations run step by step, without {fast.__name__} ({why})'
+               + compare * (not is_copy))
     return None
 
 

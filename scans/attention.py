@@ -314,7 +314,7 @@ def _call_backward(ctx, grad, _):
     return *_backward_op(grad.contiguous(), *ctx.saved_tensors, ctx.pattern), None, None
 
 
-_NAMESPACE = __name__.replace('.', '_')  # separate operators for copies of this file, as in exported folders
+_NAMESPACE = __name__.replace('.', '_')
 _forward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention', _forward, mutates_args=())
 _backward_op = torch.library.custom_op(f'{_NAMESPACE}::triton_attention_backward', _backward, mutates_args=())
 _forward_op.register_fake(_empty_outputs)

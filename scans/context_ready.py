@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 PINS = {'4b9d02ec8a59930a'}  # digests of what `implements` lists; python -m scans context_ready
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, vocab_size=64, n_ids=60, bptt=True, segment_len=5, eos_id=59,
-             window=4)  # a model that uses every branch, for tests and `python -m scans`
+             window=4)  # for tests and `python -m scans`
 
 
 def implements(model_file):

@@ -173,7 +173,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(streamed, fineweb, tmp
 @pytest.mark.parametrize('name, content, options, sentence', [
     ('late.jsonl', '{"url": 1, "text": "a"}\n{"text": "b"}\n', ['--id_field=url'], "no field 'url'"),
     ('same.jsonl', '{"id": 1, "text": "a"}\n' * 5, [], 'bytes of text, val'),
-    ('blank.txt', ' \n', [], 'has no text in field'),
+    ('blank.txt', ' \n', [], 'blank.txt has no text\n'),
     ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'fields: id, text'),
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
     *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (

@@ -22,8 +22,8 @@ from common.files import ROOT, UserError, first_line
 from common.settings import make_settings
 
 STORED = 'code'  # folder of a run with its model's file and what that imports of this repository
-IMPORTS = re.compile(r'^( *)(?:from \.?(attn_kernels|model_\w+) import|'
-                     r'(?:from \. )?import (attn_kernels|model_\w+)(?= as |$))', re.MULTILINE)
+IMPORTS = re.compile(r'^( *)(?:from \.?(?:edits\.)?(\w+) import|'
+                     r'(?:from \. )?import (\w+)(?: as (\w+))?$)', re.MULTILINE)
 ADDED = {}  # {name: path} of the model files that `add_file` made known
 
 
@@ -47,7 +47,7 @@ def add_file(path: str) -> str:
     """
     file, name = Path(path).expanduser().absolute(), model_name(path)
     if not file.is_file():
-        raise UserError(f'model is {path!r}: there is no such file')
+        raise UserError(f'model is {path!r}: there is no such file in {Path.cwd()}')
     if file.parent.name == STORED and (file.parent.parent / 'config.json').exists():
         raise UserError(f'model is {path!r}, the copy in a run: use --code=run with that run')
     other = known_models().get(name)
@@ -55,6 +55,8 @@ def add_file(path: str) -> str:
         raise UserError(f'model is {path!r}, whose name {name!r} is '
                         + (f'that of {other}' if other else 'not a Python name') + ': rename the file')
     ADDED[name] = file
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # for what it imports from there
     return name
 
 
@@ -68,6 +70,8 @@ def given_model(model: str) -> str:
 def find_file(name: str, code: str | None = None) -> Path:
     """Return the file of a model. code: a run folder whose copy is meant. UserError if unknown."""
     known, stored = known_models(), Path(code or '') / STORED / f'model_{name}.py'
+    if not code and (ROOT / f'edits/{name}.py').is_file() and (ROOT / f'model_{name}.py').is_file():
+        raise UserError(f'edits/{name}.py has the name of model_{name}.py: rename it')
     if code and not stored.is_file():
         raise UserError(f'{code} has no copy of the code of its model, {stored}: leave out --code=run')
     if code or name in known:
@@ -85,10 +89,12 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
     if code:
         from common.stored_code import import_copy
         return import_copy(path)
-    texts, module = {copy: text for copy, (_, text) in code_of(name).items()}, sys.modules.get(f'model_{name}')
+    texts, module = dict(code_of(name).values()), sys.modules.get(f'model_{name}')
     if module is None or vars(module).setdefault('__texts__', texts) != texts:
-        for copy in texts if module else ():
-            sys.modules.pop(copy.removesuffix('.py'), None)
+        for file in texts if module else ():
+            Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)  # may be as old as the edit
+            for name_of_it in (file.stem, f'edits.{file.stem}', f'model_{file.stem}'):
+                sys.modules.pop(name_of_it, None)
         module = import_file(f'model_{name}', path)
         module.__texts__ = texts
     return module
@@ -99,7 +105,7 @@ def import_file(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), path, 'exec'), vars(module))  # never from a .pyc file
         if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
             raise UserError(f'{path} is not a model file: it has no {missing[0]}')
     except BaseException:
@@ -113,22 +119,28 @@ def import_file(name: str, path: Path) -> ModuleType:
 def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
     """Return {name of a copy: (file, text)} of a model's file and the files that it imports.
 
-    Those are in ROOT or beside it. In the texts, they import each other by relative imports, so
-    that copies work as a package. code: see `find_file`.
+    Those are beside it, in ROOT or in edits/. In the texts, they import each other by relative
+    imports, so that copies work as a package. code: see `find_file`.
     """
     files, found = [find_file(name, code)], {}
     for path in files:
         def relative(match):
-            indent, of, whole = match.groups()
-            places = [folder / f'{of or whole}.py' for folder in (path.parent, ROOT)]
+            indent, of, whole, alias = match.groups()
+            places = [folder / f'{of or whole}.py' for folder in (path.parent, ROOT, ROOT / 'edits')]
             file = next(filter(Path.is_file, places[:1] if code else places), None)
             if file is None:
                 return match[0]
             files.extend({file} - {*files})
-            return f'{indent}from .{of} import' if of else f'{indent}from . import {whole}'
+            return f'{indent}from .{copy_name(file)} import' if of else (
+                f'{indent}from . import {copy_name(file)} as {alias or whole}')
         text = IMPORTS.sub(relative, path.read_text(encoding='utf-8'))
-        found[path.name if path.name == 'attn_kernels.py' else f'model_{model_name(path)}.py'] = path, text
+        found[f'{copy_name(path)}.py'] = path, text
     return found
+
+
+def copy_name(path: Path) -> str:
+    """Return the name of a file's copy in a run."""
+    return path.stem if path.name == 'attn_kernels.py' else f'model_{model_name(path)}'
 
 
 def report_edits(record: dict, folder) -> list[str] | None:

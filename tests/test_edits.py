@@ -7,6 +7,7 @@ from test_models import decode_in_pieces
 
 from common import models
 from common.decoding import generate
+from common.files import UserError
 
 
 @pytest.mark.parametrize('name', ['gate_at_one', 'prediction_not_carried', 'key_from_this_state', 'no_write_gate',
@@ -20,6 +21,15 @@ def test_each_edit_changes_one_equation_of_the_paper_and_decodes(name):
         want, got = paper_states(model, idx[0], name), model.states(idx)[0]
     assert not model.fast and (got - want).norm() < 1e-10 * want.norm()
     decode_in_pieces(model, idx, max_call=4, tolerance=1e-8)
+
+
+def test_an_edit_needs_a_name_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / 'edits').mkdir()
+    for path in ('edits/sps.py', 'model_sps.py'):
+        (tmp_path / path).touch()
+    monkeypatch.setattr(models, 'ROOT', tmp_path)
+    with pytest.raises(UserError, match='edits/sps.py has the name of model_sps.py: rename it'):
+        models.model_file('sps')
 
 
 def test_the_nanogpt_variant_has_a_tied_head_and_standards_loss():

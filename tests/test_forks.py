@@ -242,7 +242,19 @@ def test_copies_include_every_form_of_import_and_compiled_files_are_ignored(mine
     out = tmp_path / 'run'
     mine.write_text(MINE.replace('from model_standard import Model as Standard, Config as Base',
                                  'import model_standard as standard\nStandard, Base = standard.Model, standard.Config'))
-    train(out, f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
+    helper, command = mine.with_name('my_layers.py'), (f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
+    mine.write_text(mine.read_text().replace('    pass', """
+    def _logits(self, h):
+        return power * super()._logits(h)
+""").replace('import dataclass\n', 'import dataclass\nfrom my_layers import power\n'))
+    helper.write_text('power = 1')
+    train(tmp_path / 'first', *command)
+    helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
+    train(out, *command)
+    first, second = (runs.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
+    assert first != second and (out / 'code/model_my_layers.py').read_text() == 'power = 2'
+    sampled = run('sample.py', tmp_path / 'first', 'ab', '--max_new_tokens=2', f'--model={mine}')
+    assert f'{helper} differs from {tmp_path}/first/code/model_my_layers.py' in succeeded(sampled).stderr
     assert 'from . import model_standard as standard' in (out / 'code/model_mine.py').read_text()
     (tmp_path / 'evil.py').write_text(HOSTILE)
     cached = importlib.util.cache_from_source(str(out / 'code/model_mine.py'))

@@ -35,7 +35,8 @@ class RunModel(PreTrainedModel):
     def __init__(self, config: RunConfig):
         super().__init__(config)
         with torch.device('cpu'):  # not on transformers' meta device, which would lose the rotary tables
-            self.model = Model(Config(**config.model_config))
+            values = {name: tuple(x) if isinstance(x, list) else x for name, x in config.model_config.items()}
+            self.model = Model(Config(**values))
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         own = dict(self.model.named_parameters())
         self._tied_weights_keys = {

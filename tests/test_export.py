@@ -60,9 +60,12 @@ def load_exported(folder, kind=transformers.AutoModelForCausalLM):
 def test_every_architecture_runs_in_transformers(tmp_path, name):
     """Checks logits, states, padding on both sides, cached generation, beam search, the loss."""
     needs_gpu = {'attention': 'triton', 'head_size': 32} if name in ('standard', 'sps') else {}  # read as `auto`
+    if name == 'standard':
+        needs_gpu['rope_scaling'] = (8.0, 1.0, 4.0, 32.0)
     model, _ = make_run(tmp_path / 'run', name, eos_id=256 if name in ('standard', 'sps') else None, **needs_gpu)
     export.export_run(tmp_path / 'run', tmp_path / name, exact=True)
     theirs = load_exported(tmp_path / name)
+    assert getattr(theirs.model.config, 'rope_scaling', None) == getattr(model.config, 'rope_scaling', None)  # a tuple
     theirs.save_pretrained(tmp_path / 'again')
     idx, mask = torch.randint(0, 256, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
     mask[1, :5], mask[2, 17:] = 0, 0

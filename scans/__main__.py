@@ -11,6 +11,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -75,6 +76,10 @@ def main(argv=None):
         return
     if getattr(fast, 'HAS_KERNELS', False):
         compare_kernels(argv)
+    original = importlib.import_module(f'model_{s.name}')
+    if new := {f.name for f in fields(file.Config)} - {f.name for f in fields(original.Config)}:
+        print(f'They were compared with {", ".join(sorted(new))} at the default. The fast form ignores such settings:\n'
+              'use it only if they do not change these equations.\n')
     print(f'To use the fast form, add this to PINS in scans/{s.name}.py. If you changed what is computed, remove the\n'
           'other pins: with them, copies of the old equations would run the new ones.\n\n'
           f'    {digest(*fast.implements(file))!r}')

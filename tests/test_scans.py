@@ -82,11 +82,13 @@ def test_one_command_pins_an_edit_that_computes_the_same(name, import_edited, mo
     compared = []
     monkeypatch.setattr(pins, 'compare_kernels', compared.append)
     fast, (renamed, wrong) = importlib.import_module(f'scans.{name}'), EDITS[name]
-    file = import_edited(name, lambda source: re.sub(rf'\b{renamed}\b', 'other_name', source))
+    file = import_edited(name, lambda source: re.sub(rf'\b{renamed}\b', 'other_name', source).replace(
+        '    scan: ', '    new_setting: float = 1.0\n    scan: '))
     scans._warn_once.cache_clear()
     assert not make(file, name)[0].fast and f'python -m scans {name} --model={file.__file__}' in capsys.readouterr().err
     pins.main([name, f'--model={file.__file__}'])
-    assert capsys.readouterr().out.endswith(f"\n    '{digest(*fast.implements(file))}'\n")
+    out = capsys.readouterr().out
+    assert out.endswith(f"\n    '{digest(*fast.implements(file))}'\n") and 'with new_setting at the default' in out
     assert len(compared) == (name == 'gpn')
     sys.modules.pop('model_edited')
     import_edited(name, lambda source: source.replace(*wrong))

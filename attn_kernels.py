@@ -291,6 +291,7 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
 
 def _flex_attention(q, k, v, block_mask, score_mod):
     from torch.nn.attention.flex_attention import flex_attention
+    q, k = q.to(v.dtype), k.to(v.dtype)  # from PyTorch 2.12 on, autocast leaves them in fp32 after qk-norm
     run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     # not the kernel for fewer than 128 queries: wrong strides in PyTorch 2.11 (issue 175325)
     return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
@@ -311,6 +312,8 @@ def _tiles(sees, bias, n_head, T, doc_start, keys, queries, device):
         q_tile = Tokens(*(torch.cat([x[:, part] for part in rows], 1) for x in q))
         seen = _seen(sees, q_tile, k)
         ranges = _key_ranges(seen.any(0).any(0), T)
+        if not ranges:
+            raise ValueError('sees lets some queries attend to no key: every token must see at least one')
         seen = torch.cat([seen[..., part] for part in ranges], -1).unsqueeze(1)
         k_tile = Tokens(*(torch.cat([x[:, part] for part in ranges], 1) for x in k))
         yield rows, ranges, _additive(seen, bias, n_head, q_tile, k_tile)

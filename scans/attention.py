@@ -337,4 +337,5 @@ def triton_attention(q, k, v, doc_start, reaches, T, first=0):
     if doc_start is None:
         doc_start = torch.zeros(q.shape[0], T, dtype=torch.int64, device=q.device)
     pattern = [min(reaches[0], T), min(reaches[-1], T), first]
+    q, k = q.to(v.dtype), k.to(v.dtype)  # as in `_flex_attention`
     return _forward_op(*(x.contiguous() for x in (q, k, v, doc_start)), pattern)[0]

@@ -162,6 +162,22 @@ def test_editing_sees_changes_training_and_decoding(variant, edit, monkeypatch, 
     assert capsys.readouterr().err == ''
 
 
+def test_flex_attention_gets_one_dtype(monkeypatch):
+    """Autocast of PyTorch 2.12 and later leaves normed queries and keys in fp32."""
+    from torch.nn.attention import flex_attention
+    monkeypatch.setattr(K, 'compiled', lambda function: function)
+    monkeypatch.setattr(flex_attention, 'flex_attention', lambda q, k, v, *args, **options: (q.dtype, k.dtype, v.dtype))
+    q = torch.zeros(1, 1, 4, 8)
+    assert K._flex_attention(q, q, q.bfloat16(), None, None) == (torch.bfloat16,) * 3
+
+
+def test_a_pattern_in_which_a_token_sees_nothing_is_refused(monkeypatch):
+    model = make('standard')
+    monkeypatch.setattr(type(model), 'sees', lambda self, q, k: k.pos < q.pos)
+    with pytest.raises(ValueError, match='attend to no key'):
+        model.logits(torch.zeros(1, 1, dtype=torch.int64))
+
+
 @torch.no_grad()  # masks of training are other ones
 def test_masks_without_documents_are_kept_until_the_pattern_changes():
     """That is its code, a number or a buffer."""

@@ -210,7 +210,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
         model.config.K = model.n_unrolls = 31  # T + 1 unrolls equal streaming, as in `final_hidden`
     out = model(idx, targets)
     if model.config.eos_id is not None:
-        targets = targets.masked_fill(idx == 59, -1)
+        targets = targets.masked_fill(idx == model.config.eos_id, -1)
     nll_of = lambda logits: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     if hasattr(model, 'final_hidden'):  # the training softmax may include padding ids, so nll is slightly larger
         assert torch.allclose(out['nll'], nll_of(model._logits(model.final_hidden(idx))), atol=1e-5)

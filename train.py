@@ -256,13 +256,14 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
     torch.manual_seed(s.seed)
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
         model = models.model_file(s.model, run_settings.code_folder(s)).Model(config).to(machine.device)
-        model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
+        machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= MIN_BF16_PARAMETERS)
+        with machine.autocast():
+            model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     run_settings.describe(s, model, data)
     if s.init_from:
         from common.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
         load_initial_weights(s, model, idx.to(machine.device))
-    machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= MIN_BF16_PARAMETERS)
     shards = f', weights in {s.shard or machine.world} shards' * (s.parallel == 'fsdp' and machine.world > 1)
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}{shards}')
@@ -390,9 +391,7 @@ def main(argv: list[str] | None = None) -> str:
                 claim = runs.locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)
-    if machine.world > 1:
-        sys.stdout.flush()
-        os._exit(0)  # a normal exit sometimes aborts in gloo's threads
+    parallel.leave_together()
     return s.out_dir
 
 

@@ -8,7 +8,8 @@ The defaults on a GPU are the paper's protocol. Weights are random, in fp32 (as 
 column implies) or bf16. On a GPU, matmuls and cache are in bf16 either way, and each method decodes
 with CUDA graphs. Speed: the methods take turns in one process; medians of two rounds after a
 warm-up round. Memory: one process per method, minus what was used before the model was made. 'held'
-is the paper's peak, weights and cache after decoding; 'peak' is the highest value at any moment.
+is the paper's peak, weights and cache after decoding; 'peak' is the highest value at any moment,
+with the bf16 copies of fp32 weights that autocast keeps.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,8 +51,7 @@ def ready_model(name: str, scale: str, s: Settings):
 def decode(model, n_new: int, s: Settings):
     """Generate greedily and return the cache, which is in bf16 on a GPU."""
     cache = model.new_cache(s.batch, s.prompt + n_new, dtype=torch.bfloat16 if GPU else None)
-    # cache_enabled=False: autocast's cache would hold a bf16 copy of the weights
-    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=GPU and s.dtype == 'float32', cache_enabled=False):
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=GPU and s.dtype == 'float32'):
         generate(model, [[7] * s.prompt] * s.batch, n_new, temperature=0, cache=cache)
     return cache
 

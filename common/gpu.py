@@ -4,8 +4,9 @@ import re
 import torch
 
 PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
-    'H100 PCIe': 756e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12, 'A100': 312e12, 'A800': 312e12,
-    'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12}
+    'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H200 NVL': 835e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12,
+    'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12,
+    'RTX 3090': 71e12, 'V100': 125e12}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

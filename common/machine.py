@@ -161,7 +161,8 @@ def init_distributed(backend: str) -> None:
                         f'({first_line(error)}): if another job uses the port, set MASTER_PORT to a free one')
     finally:
         timer.cancel()
-    atexit.register(dist.destroy_process_group)
+    if backend == 'gloo':  # with NCCL, this would wait for the others after an error of one process
+        atexit.register(dist.destroy_process_group)
 
 
 def usable_cores() -> int:

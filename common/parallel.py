@@ -3,6 +3,8 @@
 First values of all processes, then the model on several processes. Without other processes, each
 function does what one process needs. docs/scale.md explains which weights FSDP gathers when.
 """
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,6 +43,14 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 def any_rank(flag: bool) -> bool:
     """Return True if the flag is set on any process."""
     return bool(all_reduce(torch.tensor([flag], dtype=torch.int64)))
+
+
+def leave_together() -> None:
+    """End this process once all have come here, unless it is the only one."""
+    if world() > 1:
+        any_rank(False)  # rank 0 may still gather weights from the others, for its sample
+        sys.stdout.flush()
+        os._exit(0)  # a normal exit sometimes aborts in gloo's threads
 
 
 # ---- the model ----

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from common import checkpoint, models, runs
 from common.families import FAMILIES, family_of, to_family
 from common.files import ROOT, UserError, friendly_errors, remove, write_file
-from common.hf_tokenizer import save_tokenizer
+from common.hf_tokenizer import keeps_ids, save_tokenizer
 from common.settings import load_settings
 
 RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
@@ -105,6 +105,9 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     print(f'{folder} is a Hugging Face folder, {FAMILIES[family] if family else "with the model code"}, because '
           f'{reason}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
           f'{"" if family else ", trust_remote_code=True"})')
+    if family == 'qwen2' and not keeps_ids(folder, data['tokenizer'], data['bos']):
+        print('AutoTokenizer splits the texts of a Qwen2 by rules of its own, which give other ids than in this run: '
+              'load the tokenizer with PreTrainedTokenizerFast, or export with --exact')
     if family and c.eos_id is not None:
         print(f'A {FAMILIES[family]} does not mask attention between documents: its logits differ from this run after '
               'an end-of-text token, as in rolling likelihoods of lm-eval, which start with one. --exact keeps the '
@@ -141,9 +144,10 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
     folder.mkdir(parents=True)
     RunConfig(
         model_config=dataclasses.asdict(c), vocab_size=n_rows,
+        dtype=next(t.dtype for t in tensors.values() if t.is_floating_point()),
         hidden_size=getattr(c, 'n_embd', None), num_hidden_layers=getattr(c, 'n_layer', None),
         max_position_embeddings=record['settings']['block_size'], eos_token_id=ends,
-        architectures=['RunForCausalLM'], dtype=next(iter(tensors.values())).dtype, auto_map={
+        architectures=['RunForCausalLM'], auto_map={
             'AutoConfig': 'hf_model.RunConfig', 'AutoModel': 'hf_model.RunModel',
             'AutoModelForCausalLM': 'hf_model.RunForCausalLM'},
     ).save_pretrained(folder)
@@ -151,8 +155,11 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
               {'format': 'pt'})
     wrapper = (ROOT / 'common/hf_model.py').read_text(encoding='utf-8')
     wrapper = wrapper.replace('from model_standard import', f'from .model_{record["model"]} import')
+    files = models.code_of(record['model'], record['code'])
+    for name in files:  # transformers copies the files that it finds by this form of import
+        wrapper += f'from .{name.removesuffix(".py")} import __name__ as _\n'
     write_file(folder / 'hf_model.py', wrapper.encode())
-    for name, (_, code) in models.code_of(record['model'], record['code']).items():
+    for name, (_, code) in files.items():
         code = re.sub('^( +)from scans import .*$', r'\1raise ModuleNotFoundError  # scans/ is not exported', code,
                       flags=re.MULTILINE)  # it reads weights itself and would not see adapters
         write_file(folder / name, code.encode())

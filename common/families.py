@@ -1,10 +1,14 @@
 """Hugging Face's Llama, Mistral, Qwen2 and Qwen3, all of which model_standard.py computes."""
+import inspect
+import re
+import sys
+
 from attn_kernels import digest
 from common import models
 
 LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 FAMILIES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}  # `model_type`: class
-STANDARD_CODE = 'b7b6112750b7cc79'  # digest of what computes the same as these: see `code_digest`
+STANDARD_CODE = 'b5fb9893641171dc'  # digest of what computes the same as these: see `code_digest`
 
 
 def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
@@ -75,9 +79,12 @@ def family_tensors(c, tensors: dict, n_rows: int) -> dict:
 
 
 def code_digest(module) -> str | None:
-    """Return the digest of the code behind model_standard's logits, None for other models."""
-    names = 'Block', 'Model', 'rope_table', 'rotate', 'attention', 'document_starts'
-    return digest(*(getattr(module, name) for name in names)) if all(hasattr(module, name) for name in names) else None
+    """Return the digest of a model's file and its attn_kernels.py; None without one."""
+    kernels = sys.modules.get(getattr(getattr(module, 'attention', None), '__module__', None))
+    if kernels is None:
+        return None
+    text = '\n'.join(map(inspect.getsource, (module, kernels)))
+    return digest(re.sub(r'^from \.', 'from ', text, flags=re.MULTILINE))  # in a run's copy, imports are relative
 
 
 def family_of(record: dict, c) -> tuple[str | None, str]:

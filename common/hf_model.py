@@ -37,6 +37,9 @@ class RunModel(PreTrainedModel):
         with torch.device('cpu'):  # not on transformers' meta device, which would lose the rotary tables
             values = {name: tuple(x) if isinstance(x, list) else x for name, x in config.model_config.items()}
             self.model = Model(Config(**values))
+        for module in self.model.modules():
+            module.unsaved_buffers = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)
+                                      if name in module._non_persistent_buffers_set}
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         own = dict(self.model.named_parameters())
         self._tied_weights_keys = {
@@ -49,8 +52,11 @@ class RunModel(PreTrainedModel):
         self.decoding = None  # during `generate`: (cache, its tokens, their padding, its size)
         self.post_init()
 
+    @torch.no_grad()
     def _init_weights(self, module):
-        """Do nothing: the model initializes its own weights."""
+        """Restore the buffers that are not saved, which transformers empties. Weights stay."""
+        for name, value in getattr(module, 'unsaved_buffers', {}).items():
+            getattr(module, name).copy_(value)
 
     def get_output_embeddings(self):
         return getattr(self.model, 'head', None)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from common.files import UserError, write_file, write_json
 from data.names import task_class
-from data.tasks import make_task
+from data.tasks import make_task, symbol_pattern
 from data.tokenizer_files import EOS_NAMES
-from data.tokenizers import load_tokenizer, symbol_pattern
+from data.tokenizers import load_tokenizer
 
-SAMPLE = ' A text  of\nwords, spaces and 12 digits.'
+SAMPLE = ' A text  of\nwords, spaces and 12345 digits.'
 
 
 def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
@@ -32,6 +32,13 @@ def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
         'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eos, 'bos_token': start, 'pad_token': eos,
         'add_bos_token': bos, 'add_eos_token': False, 'clean_up_tokenization_spaces': False,
         'model_max_length': max_tokens})
+
+
+def keeps_ids(folder, name: str, bos: bool) -> bool:
+    """Return True if AutoTokenizer reads a folder of `save_tokenizer` with the ids of training."""
+    from transformers import AutoTokenizer
+    sample = f'{SAMPLE} e\u0301\n\n\t'
+    return AutoTokenizer.from_pretrained(folder)(sample).input_ids == load_tokenizer(name, bos).prompt(sample)
 
 
 def fast_tokenizer(name: str):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from common import checkpoint, models, runs
 from common.families import FAMILIES, LINEAR, hf_tensor_map
-from common.files import UserError, command, first_line, friendly_errors, read_json, write_file
+from common.files import UserError, command, first_line, friendly_errors, read_json, warn_once, write_file
 from common.hf_tokenizer import fast_tokenizer
 from common.settings import load_settings
 from data.tokenizers import Tokenizer, load_tokenizer, padded_vocab
@@ -59,6 +59,11 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
         if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
             raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
         hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
+        if hf_tokenizer and len(hf_tokenizer) > own.n_ids:
+            lost = hf_tokenizer.convert_ids_to_tokens(range(own.n_ids, len(hf_tokenizer)))
+            warn_once(f'{path} lacks {", ".join(lost)}, which transformers adds: they are read as text here. To keep them, '
+                      f'call AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW), and import with '
+                      '--tokenizer=NEW/tokenizer.json')
         bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
         c, n_rows, block_size = standard_config(folder, own)
         theirs = load_hf_model(folder)

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ from common.settings import make_settings
 
 STORED = 'code'  # folder of a run with its model's file and what that imports of this repository
 IMPORTS = re.compile(r'^( *)(?:from \.?(?:edits\.)?(\w+) import|'
-                     r'(?:from \. )?import (\w+)(?: as (\w+))?$)', re.MULTILINE)
+                     r'(?:from \. )?import (\w+)(?: as (\w+))?[ \t]*(?:#.*)?$)', re.MULTILINE)
 ADDED = {}  # {name: path} of the model files that `add_file` made known
 
 
@@ -89,15 +89,23 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
     if code:
         from common.stored_code import import_copy
         return import_copy(path)
-    texts, module = dict(code_of(name).values()), sys.modules.get(f'model_{name}')
-    if module is None or vars(module).setdefault('__texts__', texts) != texts:
-        for file in texts if module else ():
+    texts = dict(code_of(name).values())
+    loaded = loaded_modules(texts)
+    if any(vars(module).setdefault('__text__', texts[file]) != texts[file] for file, module in loaded.items()):
+        for file, module in loaded.items():
             Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)  # may be as old as the edit
-            for name_of_it in (file.stem, f'edits.{file.stem}', f'model_{file.stem}'):
-                sys.modules.pop(name_of_it, None)
-        module = import_file(f'model_{name}', path)
-        module.__texts__ = texts
+            del sys.modules[module.__name__]
+    module = sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
+    for file, part in loaded_modules(texts).items():
+        vars(part).setdefault('__text__', texts[file])
     return module
+
+
+def loaded_modules(files: Iterable[Path]) -> dict[Path, ModuleType]:
+    """Return {file: its module} of those files of models that are imported."""
+    names = {file: (f'model_{file.stem}', f'edits.{file.stem}', file.stem) for file in files}
+    found = {file: next(filter(None, map(sys.modules.get, names[file])), None) for file in files}
+    return {file: module for file, module in found.items() if getattr(module, '__file__', None) == str(file)}
 
 
 def import_file(name: str, path: Path) -> ModuleType:
@@ -119,15 +127,15 @@ def import_file(name: str, path: Path) -> ModuleType:
 def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
     """Return {name of a copy: (file, text)} of a model's file and the files that it imports.
 
-    Those are beside it, in ROOT or in edits/. In the texts, they import each other by relative
+    Those are in ROOT, beside it or in edits/. In the texts, they import each other by relative
     imports, so that copies work as a package. code: see `find_file`.
     """
     files, found = [find_file(name, code)], {}
     for path in files:
         def relative(match):
             indent, of, whole, alias = match.groups()
-            places = [folder / f'{of or whole}.py' for folder in (path.parent, ROOT, ROOT / 'edits')]
-            file = next(filter(Path.is_file, places[:1] if code else places), None)
+            folders = [path.parent] if code else [ROOT, path.parent, ROOT / 'edits']  # in the order of sys.path
+            file = next(filter(Path.is_file, (folder / f'{of or whole}.py' for folder in folders)), None)
             if file is None:
                 return match[0]
             files.extend({file} - {*files})

@@ -22,10 +22,14 @@ def import_copy(path: Path) -> ModuleType:
     """Import a run's copy of a model's file, as a module of a package."""
     folder = str(path.parent.absolute())
     package = f'code_{hashlib.sha256(folder.encode()).hexdigest()[:8]}'
+    texts = {file: file.read_bytes() for file in path.parent.glob('*.py')}
+    if package in sys.modules and vars(sys.modules[package])['__texts__'] != texts:  # another run is in the folder now
+        for name in [name for name in sys.modules if name.partition('.')[0] == package]:
+            del sys.modules[name]
     if package not in sys.modules:
         sys.path_importer_cache[folder] = FileFinder(folder, (FromText, ['.py']))
         module = sys.modules[package] = ModuleType(package)
-        module.__path__ = [folder]
+        module.__path__, module.__texts__ = [folder], texts
     try:
         return importlib.import_module(f'{package}.{path.stem}')
     except Exception as error:

@@ -18,6 +18,7 @@ and optionally
 """
 import hashlib
 import math
+import re
 from dataclasses import fields
 
 import numpy as np
@@ -31,6 +32,7 @@ from data.shards import shuffled
 
 SOLVED = 0.99  # from this accuracy on, a task, or a level of it, is solved
 MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
+
 
 # ---- a task by name ----
 
@@ -47,6 +49,30 @@ def make_task(name: str):
     task = make_settings(Task, values, f'in data {name!r}')
     check_ranges(task, train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
     return task
+
+
+def symbol_tokenizer(name: str) -> dict:
+    """Return the fields of a task's Tokenizer: a token per symbol, a word, `||` or a character.
+
+    Spaces and commas separate symbols. Decoding puts a space before each symbol.
+    """
+    symbols = make_task(name).symbols
+    id_of = {symbol: i for i, symbol in enumerate(symbols)}
+    pattern = symbol_pattern(symbols)
+
+    def encode(text):
+        found = re.findall(pattern, text)
+        for symbol in found:
+            if symbol not in id_of:
+                raise UserError(f'unknown symbol {symbol!r} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
+        return [id_of[symbol] for symbol in found]
+    return {'n_ids': len(symbols) + 1, 'eos_id': len(symbols), 'encode': encode,
+            'token_bytes': lambda i: f' {symbols[i]}'.encode() if i < len(symbols) else b''}
+
+
+def symbol_pattern(symbols: list[str]) -> str:
+    """Return a regular expression that matches one symbol."""
+    return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
 
 
 # ---- their rows as data ----

@@ -1,5 +1,4 @@
 """Tokenizers by name or file: read `load_tokenizer` first."""
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +47,8 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
     if name == 'byte':
         tokenizer = byte_tokenizer()
     elif task_class(name):
-        from data.tasks import make_task
-        tokenizer = symbol_tokenizer(name, make_task(name).symbols)
+        from data.tasks import symbol_tokenizer
+        tokenizer = Tokenizer(name, **symbol_tokenizer(name))
     elif name == 'gpt2' or path.exists():
         from data.tokenizer_files import read_tokenizer
         tokenizer = Tokenizer(name, **read_tokenizer(name, eos_token))
@@ -101,29 +100,6 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer('byte', 257, 256, encode=lambda text: list(text.encode()),
                      encode_plain=lambda text: np.frombuffer(text.encode(), np.uint8),
                      token_bytes=lambda i: bytes([i]) if i < 256 else b'')
-
-
-def symbol_tokenizer(name: str, symbols: list[str]) -> Tokenizer:
-    """Return a tokenizer with one token per symbol: a word, `||`, or a single other character.
-
-    Spaces and commas separate symbols. Decoding puts a space before each symbol.
-    """
-    id_of = {symbol: i for i, symbol in enumerate(symbols)}
-    pattern = symbol_pattern(symbols)
-
-    def encode(text):
-        found = re.findall(pattern, text)
-        for symbol in found:
-            if symbol not in id_of:
-                raise UserError(f'unknown symbol {symbol!r} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
-        return [id_of[symbol] for symbol in found]
-    return Tokenizer(name, len(symbols) + 1, len(symbols), encode,
-                     token_bytes=lambda i: f' {symbols[i]}'.encode() if i < len(symbols) else b'')
-
-
-def symbol_pattern(symbols: list[str]) -> str:
-    """Return a regular expression that matches one symbol."""
-    return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
 
 
 def padded_vocab(n_ids: int) -> int:

@@ -94,7 +94,8 @@ def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, *
     c = models.make_config(model, {'vocab_size': padded_vocab(own.n_ids), 'n_ids': own.n_ids, 'eos_id': None,
                                  **sizes, **settings})
     torch.manual_seed(0)
-    weights = {name: p + 0.05 * torch.randn_like(p) for name, p in module.Model(c).named_parameters()}
+    weights = {name: x + 0.05 * torch.randn_like(x) if x.is_floating_point() else x
+               for name, x in checkpoint.checkpoint_tensors(module.Model(c)).items()}
     runs.save_run(folder, {
         'model': model, 'settings': {'block_size': 64, 'eval_seed': None, 'data': ''},
         'model_config': dataclasses.asdict(c), 'versions': {},

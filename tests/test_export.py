@@ -1,14 +1,15 @@
 """`common.export --to_hf`: every architecture and tokenizer works in transformers and lm-eval."""
+import inspect
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MODELS, make_run, run, saved_bytes, succeeded
+from conftest import MODELS, ROOT, make_run, run, saved_bytes, succeeded
 from packaging.version import Version
 
 import model_standard
-from common import checkpoint, export, families, hf_tokenizer, import_hf, runs
+from common import checkpoint, export, families, hf_tokenizer, import_hf, models, runs
 from common.files import UserError
 from common.scoring import Scorer
 from data.tokenizers import load_tokenizer
@@ -266,6 +267,33 @@ def test_the_chat_template_survives_import_and_export(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'back').chat_template == '{{ messages }}'
 
 
+FORK = '''
+import torch
+import model_standard as standard  # the whole module
+
+Config = standard.Config
+
+
+class Model(standard.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer('count', torch.tensor(3))
+        self.register_buffer('scale', torch.tensor([2.0]), persistent=False)
+
+    def _logits(self, h):
+        return super()._logits(h) * self.scale * self.count
+'''
+
+
+def test_a_fork_with_buffers_runs_in_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, 'ADDED', {})
+    (tmp_path / 'model_buffers.py').write_text(FORK)
+    model, _ = make_run(tmp_path / 'run', models.add_file(str(tmp_path / 'model_buffers.py')))
+    export.export_run(tmp_path / 'run', tmp_path / 'hf')
+    idx = torch.arange(20)[None]
+    assert torch.allclose(load_exported(tmp_path / 'hf')(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
+
+
 def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypatch):
     """Not those of a file that imports another model's, of a class, or of attn_kernels."""
     model, _ = make_run(tmp_path / 'run', 'gpn_no_decay', n_embd=64)
@@ -273,13 +301,13 @@ def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypat
     export.export_run(tmp_path / 'run', tmp_path / 'hf')
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
     assert torch.allclose(theirs(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
-
-    class Block(model_standard.Block):
-        pass
-    standard = {'model': 'standard', 'code': None}, model_standard.Config()
-    assert families.family_of(*standard)[0] == 'llama'
-    for name, edit in (('Block', Block), ('rotate', lambda x, rope: x)):
-        with monkeypatch.context() as patch:
-            patch.setattr(model_standard, name, edit)
-            family, reason = families.family_of(*standard)
-        assert family is None and 'is not the unedited model_standard.py' in reason
+    monkeypatch.setattr(models, 'ADDED', {})
+    source, getsource = (ROOT / 'model_standard.py').read_text(), inspect.getsource
+    for name, text, kernels in (('same', source, str), ('own', f'{source}\ndef make_mask(*args):\n    pass\n', str),
+                                ('edited', source, lambda text: text.replace('softmax', 'sigmoid'))):
+        (tmp_path / f'model_{name}.py').write_text(text)
+        record = {'model': models.add_file(str(tmp_path / f'model_{name}.py')), 'code': None}
+        monkeypatch.setattr(families.inspect, 'getsource', lambda x: kernels(getsource(x)))  # noqa: B023
+        family, reason = families.family_of(record, model_standard.Config())
+        assert family == ('llama' if name == 'same' else None)
+    assert 'is not the unedited model_standard.py' in reason

@@ -251,6 +251,7 @@ def test_eos_and_bos_come_from_the_option_tokenizer_config_or_known_names(known,
     if eos is None:
         return assert_sentence(result, f'has no eos token: expected {option or "<|endoftext|>"}')
     succeeded(result)
+    assert ('lacks <none>, which transformers adds' in result.stderr) == ('<none>' in told.values())
     data = runs.read_run(tmp_path / 'run')['data']
     tokenizer, bos = load_tokenizer(data['tokenizer']), told.get('bos_token')
     assert tokenizer.eos_id == own.token_to_id(eos) and tokenizer.bos_id == (bos and own.token_to_id(bos))

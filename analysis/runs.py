@@ -1,4 +1,5 @@
 """Run folders for figures and tables: one `Run` each, grouped by settings, averaged over seeds."""
+import dataclasses
 import itertools
 import random
 import statistics
@@ -11,9 +12,10 @@ import numpy as np
 
 from common.continuing import MAY_CHANGE, may_change
 from common.files import UserError, command, is_number, printable, read_lines, warn_once
-from common.models import count_parameters, meta_model, portable_config, saved_config
+from common.models import STORED, count_parameters, meta_model, portable_config, saved_config
 from common.runs import read_log, read_run
 from common.settings import make_settings
+from common.stored_code import code_digest
 from data.shards import Data
 from train import Settings as TrainSettings
 
@@ -21,7 +23,8 @@ from train import Settings as TrainSettings
 IGNORED = MAY_CHANGE - {'data'} | {'seed', 'extend', 'model', 'vocab_size', 'n_ids', 'eos_id'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
-SCORE_OPTIONS = 'data', 'val_tokens', 'num_fewshot', 'limit', 'bos', 'max_length'  # of eval.py; None or 0 by default
+VAL_OPTIONS = 'data', 'val_tokens', 'max_length'  # options of eval.py that affect 'val'; None by default
+TASK_OPTIONS = 'num_fewshot', 'limit', 'bos', 'max_length'  # those that affect the others; None or 0 by default
 
 
 # ---- one run ----
@@ -52,6 +55,19 @@ class Run:
     def config(self):
         """Config of the model."""
         return saved_config(self.record, self.folder)
+
+    def model_settings(self) -> dict:
+        """Return the model's settings, with defaults for those that it has got since."""
+        try:
+            return dataclasses.asdict(self.config)
+        except UserError:  # the model file may be gone
+            return self.record['model_config']
+
+    @cached_property
+    def code_digest(self) -> str:
+        """Digest of the run's copies of its model's files, without attn_kernels.py."""
+        files = sorted(Path(self.folder).glob(f'{STORED}/model_*.py'))
+        return code_digest('\n'.join(path.read_text(errors='replace') for path in files))[:6] if files else 'none'
 
     @cached_property
     def model(self):
@@ -107,12 +123,13 @@ def evaluations(path: Path) -> dict[str, float]:
                 and is_number(record.get('of_steps') or 0))
     found = {}
     for record in read_lines(path, is_whole):
-        options = [f'{key}={value}' for key, value in record.get('settings', {}).items()
-                   if key in SCORE_OPTIONS and (value is False or value not in (None, 0))]
-        if record.get('step', 0) < (record.get('of_steps') or 0):
-            options.append(f'step={record.get("step", 0)}')
+        step, given = record.get('step', 0), {key: value for key, value in record.get('settings', {}).items()
+                                              if value is False or value not in (None, 0)}
+        unfinished = [f'step={step}'] * (step < (record.get('of_steps') or 0))
         for task, metrics in record['results'].items():
-            found |= {' '.join([task, metric, *options]): value for metric, value in metrics.items()
+            options = [f'{key}={value}' for key, value in given.items()
+                       if key in (VAL_OPTIONS if task == 'val' else TASK_OPTIONS)]
+            found |= {' '.join([task, metric, *options, *unfinished]): value for metric, value in metrics.items()
                       if is_number(value)}
     return found
 
@@ -122,9 +139,10 @@ def evaluations(path: Path) -> dict[str, float]:
 def differences(runs: list[Run], ignored: Set[str] = frozenset()) -> dict[Run, dict]:
     """Return {run: {'model': name, setting: value}}, with the settings that differ.
 
-    Model settings are compared among runs of one model, training settings among all runs.
+    Model settings and code are compared among runs of one model, training settings among all runs.
+    Imported runs have no seed, so each differs from the others by its folder.
     """
-    found = {}
+    found, values = {}, {run: {**run.record, 'model_config': run.model_settings()} for run in runs}
     for run in runs:
         skipped = IGNORED | ignored
         with suppress(UserError):  # the model file may be gone
@@ -132,8 +150,12 @@ def differences(runs: list[Run], ignored: Set[str] = frozenset()) -> dict[Run, d
         found[run] = {'model': run.record['model']}
         alike = [other for other in runs if other.record['model'] == run.record['model']]
         for part, others in (('model_config', alike), ('settings', runs)):
-            found[run] |= {key: value for key, value in run.record[part].items() if key not in skipped
-                           and any(other.record[part].get(key, value) != value for other in others)}
+            found[run] |= {key: value for key, value in values[run][part].items() if key not in skipped
+                           and any(values[other][part].get(key, value) != value for other in others)}
+        if any(other.code_digest != run.code_digest for other in alike):
+            found[run]['code'] = run.code_digest
+        if 'seed' not in run.record['settings']:
+            found[run]['folder'] = run.folder
     return found
 
 
@@ -226,16 +248,21 @@ def curves_of(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset
         texts = [setting_label(key, value) for key, value in settings[groups[label][0]].items() if key != 'model']
         if hidden := set(texts) - set(label.split(', ')):
             print(f'{label}: also {", ".join(sorted(hidden))}')
-    if len({run.record['data']['sha256'] for label in curves for run in groups[label]}) > 1:
-        warn_once('these runs have different data: their losses in nats per token cannot be compared')
+    warn_of_other_data([run for label in curves for run in groups[label]])
     return curves
+
+
+def warn_of_other_data(runs: list[Run]) -> None:
+    if len({run.record['data']['sha256'] for run in runs}) > 1:
+        warn_once('these runs have different data: their losses in nats per token cannot be compared')
 
 
 def curves_by_size(runs: list[Run], curve_of: Callable, ignored: Set[str] = frozenset(),
                    labels: str | None = None) -> dict:
-    """Return {size: result of `curves_of`}, sizes ascending, such as {'131.1M': {label: curve}}.
+    """Return {size: {label: curve_of(runs of that size and label)}}, sizes ascending: '131.1M'.
 
-    The first label is the baseline. Sizes without it, or with it alone, are skipped with a message.
+    Labels are the same at all sizes. The first one is the baseline. Sizes without it, or with it
+    alone, are skipped with a message.
     """
     parameters, sizes = map_readable(runs, lambda run: run.parameters), {}
     for run in sorted(parameters, key=parameters.get):
@@ -243,14 +270,26 @@ def curves_by_size(runs: list[Run], curve_of: Callable, ignored: Set[str] = froz
             sizes[parameters[run]] = []
         sizes[max(sizes)].append(run)
 
+    ordered = sorted(parameters, key=runs.index)
+    groups = group(ordered, ignored | settings_of_size(sizes.values(), ignored), labels)
+    baseline = next(iter(groups))
+    warn_of_other_data(ordered)
+
     def compared(n):
-        ordered = sorted(sizes[n], key=runs.index)
-        curves, baseline = curves_of(ordered, curve_of, ignored, labels), next(iter(group(ordered, ignored, labels)))
+        here = {label: [run for run in own if run in sizes[n]] for label, own in groups.items()}
+        curves = map_readable(filter(here.get, here), lambda label: curve_of(here[label]))
         if baseline not in curves or len(curves) < 2:
             raise UserError(f'the runs of {short_number(n)} parameters are {"; ".join(curves)}: expected {baseline}, '
                             'the baseline, and others')
-        return curves
+        return {label: curves[label] for label in groups if label in curves}
     return {short_number(n): curves for n, curves in map_readable(sizes, compared).items()}
+
+
+def settings_of_size(sizes: Iterable[list[Run]], ignored: Set[str]) -> set[str]:
+    """Return the names of settings that all runs of a model share at each size, such as n_layer."""
+    differing = {key for runs in sizes for own in group_by(runs, lambda run: run.record['model']).values()
+                 for values in differences(own, ignored).values() for key in values}
+    return {key for runs in sizes for run in runs for key in run.model_settings() | run.record['settings']} - differing
 
 
 # ---- seeds ----

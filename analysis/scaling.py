@@ -44,6 +44,7 @@ def plot(rows: list[dict], baseline: str):
     panels = {'accuracy_gain': 'mean task accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
     figure, all_axes = figures.new_figure(f'Difference to {baseline}, by model size', 2, (5.25, 4.5))
     for axes, (key, what) in zip(all_axes, panels.items()):
+        axes.xaxis.update_units(list(dict.fromkeys(row['size'] for row in rows)))  # in this order for all lines
         figures.draw(axes, rows, 'size', key, markersize=6)
         axes.axhline(0, color='black', linewidth=0.8)
         axes.set(xlabel='model parameters', ylabel=f'difference in {what}')

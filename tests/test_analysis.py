@@ -78,6 +78,19 @@ def test_forks_and_copies_of_a_run_are_not_averaged_with_it(tmp_path, capsys):
     assert curve([sps, copy])[-1]['seeds'] == 1 and 'b duplicates' in capsys.readouterr().err
 
 
+def test_edits_new_settings_and_imported_models_are_not_averaged(tmp_path):
+    runs = [written(tmp_path / str(seed), [4.0], seed=seed, **values) for seed, values in enumerate((
+        {}, {}, {}, {'window': 64}))]
+    for run_, code in zip(runs, ('x = 1', 'x = 1  # a comment', 'x = 2', 'x = 1')):
+        (tmp_path / run_.folder / 'code').mkdir()
+        (tmp_path / run_.folder / 'code/model_standard.py').write_text(code)
+    assert list(group(runs).values()) == [runs[:2], [runs[2]], [runs[3]]]
+    assert [label.count('code=') for label in group(runs[:3])] == [1, 1]
+    for imported in runs[:2]:
+        del imported.record['settings']['seed']
+    assert list(group(runs[:2]).values()) == [runs[:1], runs[1:2]]
+
+
 def test_runs_on_different_data_are_drawn_with_a_warning(tmp_path, capsys):
     runs = [written(tmp_path / model, [4.0], model) for model in ('standard', 'sps')]
     runs[1].record['data']['sha256'] = 'other'

@@ -12,7 +12,7 @@ from test_analysis import write_run
 
 import train
 from analysis import figures, seeds, tables, tokens_to_match
-from analysis.runs import Run
+from analysis.runs import Run, curves_by_size
 from common.settings import read_config_file
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=32)
@@ -165,10 +165,20 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
     assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
-    assert 'parameters are sps: expected sps, the baseline, and others' in found.stderr  # `lonely` is alone
+    assert 'parameters are sps: expected standard, the baseline, and others' in found.stderr  # `lonely` is alone
     (tmp_path / 'standard_32/log.jsonl').unlink()
     (only,), found = drawn(tmp_path, 'scaling', *runs)
     assert only == large and 'expected standard, the baseline, and others' in found.stderr
+
+
+def test_labels_and_baseline_are_the_same_at_all_sizes(tmp_path):
+    losses = {('standard', 32): 3.0, ('sps', 32): 2.9, ('two_x_memory', 32): 2.8,
+              ('sps', 64): 2.4, ('standard', 64): 2.5}
+    runs = [Run(family_run(tmp_path / f'{method}_{width}', method, [9.0, loss], n_embd=width, settings={
+        'learning_rate': 0.1 / width})) for (method, width), loss in losses.items()]
+    small, large = curves_by_size(runs, lambda own: own[0].final_loss()).values()
+    assert list(small.items()) == [('standard', 3.0), ('sps, method=sps', 2.9), ('sps, method=two_x_memory', 2.8)]
+    assert list(large.items()) == [('standard', 2.5), ('sps, method=sps', 2.4)]
 
 
 # ---- tables ----

@@ -107,6 +107,9 @@ def test_an_evaluation_after_a_cut_line_is_kept(tmp_path):
     (tmp_path / 'eval.jsonl').write_text('{"results": {"val": {"loss": 1.0}}}\n{"results": {"va')
     evaluation.append_line(tmp_path, {'results': {'val': {'loss': 2.0, 'bad': math.inf}}})
     assert evaluations(tmp_path / 'eval.jsonl') == {'val loss': 2.0}
+    (tmp_path / 'eval.jsonl').write_text('{"results": {"val": {"loss": 1}, "piqa": {"acc": 0.5}}, "settings": '
+                                         '{"bos": false, "val_tokens": 9, "num_fewshot": 0, "dtype": "auto"}}')
+    assert evaluations(tmp_path / 'eval.jsonl') == {'val loss val_tokens=9': 1, 'piqa acc bos=False': 0.5}
     for line in ('[]', '{}', '{"results": []}', '{"results": {"val": 1}}', '{"results": {}, "settings": 1}',
                  '{"results": {"val": {"loss": 3}}, "of_steps": "9", "step": 1}'):
         (tmp_path / 'eval.jsonl').write_text(line + '\n')

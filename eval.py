@@ -32,7 +32,7 @@ import torch
 from common.benchmarks import local_records
 from common.files import UserError, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
-from common.models import report_edits
+from common.models import add_file, report_edits
 from common.parallel import rank
 from common.runs import load_run, run_data
 from common.scoring import Scorer, perplexity
@@ -133,7 +133,7 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     """Load a run. Returns its Scorer, tokenizer and config.json."""
     device = local_device(s.device)
-    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code, s.model)
+    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record
@@ -213,6 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         if not runs:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
+        if s.model:
+            add_file(s.model)
         init_distributed('gloo')
         columns = {}
         logging.getLogger('lm_eval').setLevel(logging.WARNING if s.verbose else logging.ERROR)

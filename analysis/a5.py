@@ -41,7 +41,7 @@ def measure(runs: list, s: Settings) -> list[dict]:
     """Return the CSV rows, without labels, for runs that differ only in the seed."""
     length, device = trained_length(runs[0]), pick_device(s.device)
     data = open_data(f'a5:length={s.length},val_rows={s.words}')
-    trained = [load_run(run.folder, device, code=s.code, model=s.model)[0] for run in finished(runs)]
+    trained = [load_run(run.folder, device, code=s.code)[0] for run in finished(runs)]
     found = [data.score(model, device, s.batch_size) for model in trained]
     return [{'who': who, 'trained': length, 'position': t}
             | spread([scores[f'{score}_{t}'] for scores in found])

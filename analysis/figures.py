@@ -68,7 +68,7 @@ def script(Settings: type) -> Callable:
 
 def load(run: Run, s: ModelSettings) -> tuple:
     """Load a run on s.device: (model, data). s.data overrides the run's data."""
-    model, _ = load_run(run.folder, pick_device(s.device), code=run.code, model=s.model)
+    model, _ = load_run(run.folder, pick_device(s.device), code=run.code)
     return model, run_data(run.record, s.data, run.folder)
 
 

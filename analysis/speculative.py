@@ -154,7 +154,7 @@ def main(runs: list, s: Settings) -> dict:
     names = {run.folder: label for run, label in named(runs, s.labels).items()}
     dtype = decoding_dtype(s.dtype, device.type)
     for run in runs:
-        model, record = load_run(run.folder, device, dtype, s.code, s.model)
+        model, record = load_run(run.folder, device, dtype, s.code)
         draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
         for data in s.data or [record['settings']['data']]:
             prompts = read_prompts(record, data, s)

@@ -78,7 +78,7 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     """
     todo = {folder: args for folder, args in cells.items() if loss_of(folder) is None}
     for folder, args in cells.items():
-        if folder not in todo or checkpoints(folder):
+        if (folder / 'config.json').exists() and (folder not in todo or checkpoints(folder)):
             check_same(folder, args)
 
     def train(folder):
@@ -91,6 +91,7 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
         for i, future in enumerate(as_completed([pool.submit(train, folder) for folder in todo]), 1):
             folder, result = future.result()
             if 'the gradients were not finite' in result.stderr:
+                folder.mkdir(parents=True, exist_ok=True)  # train.py deletes a run without a logged step
                 write_file(folder / DIVERGED, result.stderr.encode())
             if loss_of(folder) is None:
                 raise UserError(f'{folder} did not finish: '

@@ -89,8 +89,8 @@ def sides(s: Settings) -> dict[str, Side]:
         # the head is not tied to the embedding, so with a large vocabulary the blocks are narrower
         'gdn': Side('GDN', 'gdn', memory | dict(n_layer=s.n_layer), width_and_ffn, 3e-3)}
     names = list(known) if s.models == 'all' else s.models.split(',')
-    if 'standard' not in names or not set(names) <= set(known):
-        raise UserError(f'models is {s.models!r}: expected standard and any of {", ".join(list(known)[1:])}, '
+    if 'standard' not in names or len(names) < 2 or not set(names) <= set(known):
+        raise UserError(f'models is {s.models!r}: expected standard and some of {", ".join(list(known)[1:])}, '
                         'separated by commas')
     return {name: side for name, side in known.items() if name in names}
 

@@ -61,9 +61,9 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
         hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
         if hf_tokenizer and len(hf_tokenizer) > own.n_ids:
             lost = hf_tokenizer.convert_ids_to_tokens(range(own.n_ids, len(hf_tokenizer)))
-            warn_once(f'{path} lacks {", ".join(lost)}, which transformers adds: they are read as text here. To keep them, '
-                      f'call AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW), and import with '
-                      '--tokenizer=NEW/tokenizer.json')
+            warn_once(f'{path} lacks {", ".join(lost)}, which transformers adds: they are read as text here. To keep '
+                      f'them, call AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW), and import '
+                      'with --tokenizer=NEW/tokenizer.json')
         bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
         c, n_rows, block_size = standard_config(folder, own)
         theirs = load_hf_model(folder)

@@ -146,8 +146,11 @@ class Task:
         """Return up to `pairs` held-out (start, goal) pairs at random, 1 to max_distance apart."""
         goals = np.random.default_rng(1).permutation(len(self.nodes))
         distance = self.distances_to(goals)
-        within = (distance >= 1) & (distance <= self.max_distance) & self.is_held_out.T[goals]
+        within = (distance >= 1) & (distance <= min(self.max_distance, self.steps)) & self.is_held_out.T[goals]
         goal, start = within.nonzero()
+        if not len(goal):
+            raise UserError(f'the city has no held-out pair of places up to {self.max_distance} streets apart: give a '
+                            'larger one')
         order = np.random.default_rng(2).permutation(len(goal))[:self.pairs]
         return list(zip(start[order].tolist(), goals[goal[order]].tolist()))
 

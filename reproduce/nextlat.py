@@ -70,7 +70,7 @@ for task in ('path_star', 'countdown', 'tinystories'):
 
 TABLES = {
     # 100B tokens of FineWeb-Edu each. The tables have the paper's rows too.
-    'language': ['python prepare_fineweb.py --max_tokens=101e9', *trained(LANGUAGE),
+    'language': ['python prepare_fineweb.py --max_tokens=101e9 --out_dir=data/built/fineweb_edu', *trained(LANGUAGE),
                  f'python eval.py {runs(*LANGUAGE)} --val --paper=nextlat',
                  f'python -m analysis.tables {runs(*LANGUAGE)} --paper=nextlat --out=out/tables'],
     # AdamW and Muon: Smooth L1, KL and the acceptance rate

@@ -25,7 +25,7 @@ def test_all_models_have_standards_parameters_within_one_percent():
     target = parameters(chosen['standard'], chosen['standard'].values)
     for method in chosen.values():
         assert parameters(method, shootout.sized(method, DATA, target)) == pytest.approx(target, rel=0.01)
-    with pytest.raises(UserError, match='expected standard and any of sps'):
+    with pytest.raises(UserError, match='expected standard and some of sps'):
         shootout.sides(Settings(models='sps'))
 
 

@@ -411,6 +411,14 @@ class Guide:
         return task.end if node == goal else min(task.exits[node], key=lambda exit: self.distance[goal, exit[1]])[0]
 
 
+def test_held_out_pairs_can_be_reached_within_the_steps():
+    task = open_data('manhattan:grid=10,steps=5').task
+    distance = task.distances_to(range(len(task.nodes)))
+    assert max(distance[goal, start] for start, goal in task.held_out_pairs) == 5
+    with pytest.raises(UserError, match='no held-out pair of places up to'):
+        assert open_data('manhattan:grid=2').task.held_out_pairs
+
+
 def test_manhattan_scores_are_1_for_a_perfect_guide_and_fall_with_each_failure():
     d = open_data('manhattan:grid=6,steps=30,length=64,val_rows=8,max_distance=9')
     pairs = d.task.held_out_pairs

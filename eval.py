@@ -32,9 +32,9 @@ import torch
 from common.benchmarks import local_records
 from common.files import UserError, friendly_errors, open_lines, warn_once
 from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
-from common.models import add_file, report_edits
+from common.models import given_model, report_edits
 from common.parallel import rank
-from common.runs import load_run, run_data
+from common.runs import load_run, read_run, run_data
 from common.scoring import Scorer, perplexity
 from common.settings import check_ranges, load_settings
 from common.validation import validation_loss
@@ -213,8 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         if not runs:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
-        if s.model:
-            add_file(s.model)
+        if s.model and given_model(s.model) not in [read_run(run)['model'] for run in runs]:
+            raise UserError(f'no run has the model of {s.model}')
         init_distributed('gloo')
         columns = {}
         logging.getLogger('lm_eval').setLevel(logging.WARNING if s.verbose else logging.ERROR)

@@ -40,7 +40,7 @@ class Settings:
     model: str = 'standard'  # trains model_<name>.py; the fields of its Config are settings too
     out_dir: str | None = None  # run folder to write; None: out/<name of the config file>
     resume: bool = False  # continue the run in out_dir from its last checkpoint
-    code: Literal['run'] | None = None  # run: use the model's code as stored in the run of resume, extend or init_from
+    code: Literal['run'] | None = None  # run: with resume or extend, train the code stored in that run
     overwrite: bool = False  # delete the run in out_dir and start a new one
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
     init_from: str | None = None  # run to take weights and model settings from (without a config file, also `model`)
@@ -81,7 +81,7 @@ class Settings:
     wandb_project: str | None = None  # Weights & Biases project to log to (needs wandb); None: log.jsonl only
     # machine
     device: Device = 'auto'  # auto: cuda if available, else cpu
-    dtype: DType = 'auto'  # for matmuls (weights stay fp32); auto: bfloat16 on CUDA, and for 1M parameters on such CPUs
+    dtype: DType = 'auto'  # of matmuls, weights are fp32; auto: bfloat16 on CUDA, from 1M parameters on CPUs with bf16
     compile: bool | None = None  # use torch.compile; None: on GPUs only (on CPUs the gain is 1% to 20%)
     parallel: Literal['ddp', 'fsdp'] = 'ddp'  # multi-GPU: ddp copies the model to each GPU, fsdp shards it
     shard: int | None = None  # with fsdp: processes that share one sharded copy of the weights; None: all

@@ -1,5 +1,6 @@
 """Run folders for figures and tables: one `Run` each, grouped by settings, averaged over seeds."""
 import dataclasses
+import hashlib
 import itertools
 import random
 import statistics
@@ -24,7 +25,7 @@ IGNORED = MAY_CHANGE - {'data'} | {'seed', 'extend', 'model', 'vocab_size', 'n_i
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
 VAL_OPTIONS = 'data', 'val_tokens', 'max_length'  # options of eval.py that affect 'val'; None by default
-TASK_OPTIONS = 'num_fewshot', 'limit', 'bos', 'max_length'  # those that affect the others; None or 0 by default
+TASK_OPTIONS = 'num_fewshot', 'limit', 'bos', 'max_length'  # of tasks, and without the first of texts; None or 0
 
 
 # ---- one run ----
@@ -67,7 +68,8 @@ class Run:
     def code_digest(self) -> str:
         """Digest of the run's copies of its model's files, without attn_kernels.py."""
         files = sorted(Path(self.folder).glob(f'{STORED}/model_*.py'))
-        return code_digest('\n'.join(path.read_text(errors='replace') for path in files))[:6] if files else 'none'
+        text = code_digest('\n'.join(path.read_text(errors='replace') for path in files))
+        return hashlib.sha256(text.encode()).hexdigest()[:6] if files else 'none'
 
     @cached_property
     def model(self):
@@ -127,8 +129,10 @@ def evaluations(path: Path) -> dict[str, float]:
                                               if value is False or value not in (None, 0)}
         unfinished = [f'step={step}'] * (step < (record.get('of_steps') or 0))
         for task, metrics in record['results'].items():
-            options = [f'{key}={value}' for key, value in given.items()
-                       if key in (VAL_OPTIONS if task == 'val' else TASK_OPTIONS)]
+            of_task = VAL_OPTIONS if task == 'val' else TASK_OPTIONS
+            if task == 'lambada_first_token' or 'nats_per_word' in metrics:  # a corpus
+                of_task = TASK_OPTIONS[1:]
+            options = [f'{key}={value}' for key, value in given.items() if key in of_task]
             found |= {' '.join([task, metric, *options, *unfinished]): value for metric, value in metrics.items()
                       if is_number(value)}
     return found
@@ -152,7 +156,7 @@ def differences(runs: list[Run], ignored: Set[str] = frozenset()) -> dict[Run, d
         for part, others in (('model_config', alike), ('settings', runs)):
             found[run] |= {key: value for key, value in values[run][part].items() if key not in skipped
                            and any(values[other][part].get(key, value) != value for other in others)}
-        if any(other.code_digest != run.code_digest for other in alike):
+        if 'code' not in skipped and any(other.code_digest != run.code_digest for other in alike):
             found[run]['code'] = run.code_digest
         if 'seed' not in run.record['settings']:
             found[run]['folder'] = run.folder
@@ -289,7 +293,8 @@ def settings_of_size(sizes: Iterable[list[Run]], ignored: Set[str]) -> set[str]:
     """Return the names of settings that all runs of a model share at each size, such as n_layer."""
     differing = {key for runs in sizes for own in group_by(runs, lambda run: run.record['model']).values()
                  for values in differences(own, ignored).values() for key in values}
-    return {key for runs in sizes for run in runs for key in run.model_settings() | run.record['settings']} - differing
+    known = {key for runs in sizes for run in runs for key in run.model_settings() | run.record['settings']}
+    return (known | {'code'}) - differing
 
 
 # ---- seeds ----

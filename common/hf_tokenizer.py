@@ -37,7 +37,7 @@ def save_tokenizer(folder, name: str, bos: bool, max_tokens: int) -> None:
 def keeps_ids(folder, name: str, bos: bool) -> bool:
     """Return True if AutoTokenizer reads a folder of `save_tokenizer` with the ids of training."""
     from transformers import AutoTokenizer
-    sample = f'{SAMPLE} e\u0301\n\n\t'
+    sample = ' '.join(make_task(name).symbols) if task_class(name) else f'{SAMPLE} e\u0301\n\n\t'
     return AutoTokenizer.from_pretrained(folder)(sample).input_ids == load_tokenizer(name, bos).prompt(sample)
 
 

@@ -8,10 +8,11 @@ import difflib
 import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,8 @@ import torch
 from common.files import ROOT, UserError, first_line
 from common.settings import make_settings
 
-STORED = 'code'  # folder of a run with its model's file and what that imports of this repository
+STORED = 'code'  # folder of a run with its model's file and what that imports of the user's files and of ours
+SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb', 'lm_architectures'}  # are not part of a model
 IMPORTS = re.compile(r'^( *)(?:from \.?(?:edits\.)?(\w+) import|'
                      r'(?:from \. )?import (\w+)(?: as (\w+))?[ \t]*(?:#.*)?$)', re.MULTILINE)
 ADDED = {}  # {name: path} of the model files that `add_file` made known
@@ -45,7 +47,7 @@ def add_file(path: str) -> str:
 
     Call it with what stands on the command line or in a config file, never with data of a run.
     """
-    file, name = Path(path).expanduser().absolute(), model_name(path)
+    file, name = Path(os.path.abspath(Path(path).expanduser())), model_name(path)
     if not file.is_file():
         raise UserError(f'model is {path!r}: there is no such file in {Path.cwd()}')
     if file.parent.name == STORED and (file.parent.parent / 'config.json').exists():
@@ -89,23 +91,19 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
     if code:
         from common.stored_code import import_copy
         return import_copy(path)
-    texts = dict(code_of(name).values())
-    loaded = loaded_modules(texts)
-    if any(vars(module).setdefault('__text__', texts[file]) != texts[file] for file, module in loaded.items()):
-        for file, module in loaded.items():
-            Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)  # may be as old as the edit
-            del sys.modules[module.__name__]
-    module = sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
-    for file, part in loaded_modules(texts).items():
-        vars(part).setdefault('__text__', texts[file])
-    return module
-
-
-def loaded_modules(files: Iterable[Path]) -> dict[Path, ModuleType]:
-    """Return {file: its module} of those files of models that are imported."""
-    names = {file: (f'model_{file.stem}', f'edits.{file.stem}', file.stem) for file in files}
-    found = {file: next(filter(None, map(sys.modules.get, names[file])), None) for file in files}
-    return {file: module for file, module in found.items() if getattr(module, '__file__', None) == str(file)}
+    texts = {str(file): text for file, text in code_of(name).values()}
+    loaded = {key: module for key, module in sys.modules.items() if getattr(module, '__file__', None) in texts}
+    edited = {file for module in loaded.values() for file, text in getattr(module, '__texts__', {}).items()
+              if texts.get(file, text) != text}
+    for key, module in loaded.items():
+        if edited and (key != 'attn_kernels' or module.__file__ in edited):
+            Path(importlib.util.cache_from_source(module.__file__)).unlink(missing_ok=True)  # may be as old as the edit
+            del sys.modules[key]
+    found = sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
+    for module in list(sys.modules.values()):
+        if getattr(module, '__file__', None) in texts:
+            module.__texts__ = texts
+    return found
 
 
 def import_file(name: str, path: Path) -> ModuleType:
@@ -127,8 +125,9 @@ def import_file(name: str, path: Path) -> ModuleType:
 def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
     """Return {name of a copy: (file, text)} of a model's file and the files that it imports.
 
-    Those are in ROOT, beside it or in edits/. In the texts, they import each other by relative
-    imports, so that copies work as a package. code: see `find_file`.
+    Those are in ROOT, beside it or in edits/, and imported by `from x import` or `import x` on a
+    line of its own. In the texts, they import each other by relative imports, so that copies work
+    as a package. code: see `find_file`. UserError if two files have the same name.
     """
     files, found = [find_file(name, code)], {}
     for path in files:
@@ -136,12 +135,16 @@ def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
             indent, of, whole, alias = match.groups()
             folders = [path.parent] if code else [ROOT, path.parent, ROOT / 'edits']  # in the order of sys.path
             file = next(filter(Path.is_file, (folder / f'{of or whole}.py' for folder in folders)), None)
-            if file is None:
+            if file is None or (of or whole) in {*SCRIPTS, *sys.stdlib_module_names}:
                 return match[0]
             files.extend({file} - {*files})
-            return f'{indent}from .{copy_name(file)} import' if of else (
-                f'{indent}from . import {copy_name(file)} as {alias or whole}')
+            if of:
+                return f'{indent}from .{copy_name(file)} import'
+            alias = alias or whole
+            return f'{indent}from . import {copy_name(file)}' + f' as {alias}' * (alias != copy_name(file))
         text = IMPORTS.sub(relative, path.read_text(encoding='utf-8'))
+        if (other := found.get(f'{copy_name(path)}.py', (path,))[0]) != path:
+            raise UserError(f'{other} and {path} would have the same name in a run: rename one of them')
         found[f'{copy_name(path)}.py'] = path, text
     return found
 

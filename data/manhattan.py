@@ -143,13 +143,14 @@ class Task:
 
     @cached_property
     def held_out_pairs(self) -> list[tuple[int, int]]:
-        """Return up to `pairs` held-out (start, goal) pairs at random, 1 to max_distance apart."""
+        """Return up to `pairs` held-out (start, goal) pairs at random, within reach."""
         goals = np.random.default_rng(1).permutation(len(self.nodes))
         distance = self.distances_to(goals)
-        within = (distance >= 1) & (distance <= min(self.max_distance, self.steps)) & self.is_held_out.T[goals]
+        farthest = min(self.max_distance, self.steps)
+        within = (distance >= 1) & (distance <= farthest) & self.is_held_out.T[goals]
         goal, start = within.nonzero()
         if not len(goal):
-            raise UserError(f'the city has no held-out pair of places up to {self.max_distance} streets apart: give a '
+            raise UserError(f'the city has no held-out pair of places up to {farthest} streets apart: give a '
                             'larger one')
         order = np.random.default_rng(2).permutation(len(goal))[:self.pairs]
         return list(zip(start[order].tolist(), goals[goal[order]].tolist()))

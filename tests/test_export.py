@@ -285,6 +285,13 @@ class Model(standard.Model):
 '''
 
 
+@pytest.mark.parametrize('tokenizer', ['byte', 'a5:length=4'])
+def test_a_qwen2_with_another_tokenizer_says_so(tokenizer, tmp_path, capsys):
+    make_run(tmp_path / 'run', tokenizer=tokenizer, qkv_bias=True)
+    export.export_run(tmp_path / 'run', tmp_path / 'hf')
+    assert 'AutoTokenizer splits the texts of a Qwen2 by rules of its own' in capsys.readouterr().out
+
+
 def test_a_fork_with_buffers_runs_in_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(models, 'ADDED', {})
     (tmp_path / 'model_buffers.py').write_text(FORK)
@@ -295,7 +302,7 @@ def test_a_fork_with_buffers_runs_in_transformers(tmp_path, monkeypatch):
 
 
 def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypatch):
-    """Not those of a file that imports another model's, of a class, or of attn_kernels."""
+    """Not those of a file that imports another model's, adds a function, or of attn_kernels."""
     model, _ = make_run(tmp_path / 'run', 'gpn_no_decay', n_embd=64)
     idx = torch.arange(20)[None]
     export.export_run(tmp_path / 'run', tmp_path / 'hf')

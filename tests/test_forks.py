@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from analysis.figures import read_csv
 from common import models, runs
 from common.checkpoint import checkpoints, load_checkpoint
-from common.files import warn_once
+from common.files import UserError, warn_once
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def repository(tmp_path, monkeypatch):
     loaded = set(sys.modules)
     yield folder
     for name in set(sys.modules) - loaded:
-        if name.startswith(('model_fork', 'model_mine', 'code_')):
+        if name.startswith(('model_fork', 'model_mine', 'model_other', 'my_layers', 'code_')):
             del sys.modules[name]
     models.ADDED.clear()
 
@@ -238,7 +238,7 @@ def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
         assert_sentence(run(*start, f'--model={mine}'), sentence)
 
 
-def test_copies_include_every_form_of_import_and_compiled_files_are_ignored(mine, tiny_data, tmp_path):
+def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine, tiny_data, tmp_path):
     out = tmp_path / 'run'
     mine.write_text(MINE.replace('from model_standard import Model as Standard, Config as Base',
                                  'import model_standard as standard\nStandard, Base = standard.Model, standard.Config'))
@@ -252,6 +252,17 @@ def test_copies_include_every_form_of_import_and_compiled_files_are_ignored(mine
     helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
     train(out, *command)
     first, second = (runs.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
+    for name in ('model_other', 'model_mine'):  # another model imports the edited helper first
+        mine.with_name(f'{name}.py').write_text(mine.read_text())
+    helper.write_text('power = 3')
+    for name in ('other', 'mine'):
+        assert models.model_file(models.add_file(str(mine.with_name(f'model_{name}.py')))).power == 3
+    helper.write_text('power = 2')
+    clash = mine.with_name('other.py')
+    clash.write_text('power = 2')
+    mine.with_name('model_other.py').write_text(mine.read_text().replace('from my_layers', 'from other'))
+    with pytest.raises(UserError, match='would have the same name in a run'):
+        models.model_file('other')
     assert first != second and (out / 'code/model_my_layers.py').read_text() == 'power = 2'
     sampled = run('sample.py', tmp_path / 'first', 'ab', '--max_new_tokens=2', f'--model={mine}')
     assert f'{helper} differs from {tmp_path}/first/code/model_my_layers.py' in succeeded(sampled).stderr

@@ -156,8 +156,8 @@ def differences(runs: list[Run], ignored: Set[str] = frozenset()) -> dict[Run, d
         for part, others in (('model_config', alike), ('settings', runs)):
             found[run] |= {key: value for key, value in values[run][part].items() if key not in skipped
                            and any(values[other][part].get(key, value) != value for other in others)}
-        if 'code' not in skipped and any(other.code_digest != run.code_digest for other in alike):
-            found[run]['code'] = run.code_digest
+        if 'edit' not in skipped and any(other.code_digest != run.code_digest for other in alike):
+            found[run]['edit'] = run.code_digest
         if 'seed' not in run.record['settings']:
             found[run]['folder'] = run.folder
     return found
@@ -294,7 +294,7 @@ def settings_of_size(sizes: Iterable[list[Run]], ignored: Set[str]) -> set[str]:
     differing = {key for runs in sizes for own in group_by(runs, lambda run: run.record['model']).values()
                  for values in differences(own, ignored).values() for key in values}
     known = {key for runs in sizes for run in runs for key in run.model_settings() | run.record['settings']}
-    return (known | {'code'}) - differing
+    return (known | {'edit'}) - differing
 
 
 # ---- seeds ----

@@ -85,7 +85,7 @@ def test_edits_new_settings_and_imported_models_are_not_averaged(tmp_path):
         (tmp_path / run_.folder / 'code').mkdir()
         (tmp_path / run_.folder / 'code/model_standard.py').write_text(code)
     assert list(group(runs).values()) == [runs[:2], [runs[2]], [runs[3]]]
-    assert [label.count('code=') for label in group(runs[:3])] == [1, 1]
+    assert [label.count('edit=') for label in group(runs[:3])] == [1, 1]
     for imported in runs[:2]:
         del imported.record['settings']['seed']
     assert list(group(runs[:2]).values()) == [runs[:1], runs[1:2]]

@@ -94,6 +94,8 @@ def lambada_first_token(scorer: Scorer, tokenizer: Tokenizer, s: Settings) -> di
         context = tokenizer.encode(context)
         continuation = tokenizer.encode(text)[len(context):] or tokenizer.encode(' ' + word)
         requests.append(([*tokenizer.start, *context], continuation))
+    if not any(tokenizer.decode(continuation[:1]).strip() for _, continuation in requests):
+        warn_once('lambada_first_token: with this tokenizer, the first token of every answer is a blank')
     scores = scorer.score(requests)
     nats, lengths = [nats for nats, *_ in scores], [len(continuation) for _, continuation in requests]
     mean = statistics.fmean(n / length for n, length in zip(nats, lengths))

@@ -40,7 +40,10 @@ class Settings(Options):
 def read_prompts(s: Settings, texts: list[str]) -> list[str]:
     """Return the prompts from the command line and --file. UserError if there is none."""
     if s.file:
-        lines = Path(s.file).read_text(encoding='utf-8-sig', errors='replace').split('\n')
+        try:
+            lines = Path(s.file).read_text(encoding='utf-8-sig').split('\n')
+        except UnicodeDecodeError as error:
+            raise UserError(f'{s.file} is not UTF-8 ({error}): convert it with iconv')
         texts = texts + [line for line in lines if line.strip()]
     if not texts:
         raise UserError('no prompt: give text after the run folder, or --file=FILE')

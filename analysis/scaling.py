@@ -34,14 +34,16 @@ def gains(outcomes: dict[str, dict]) -> list[dict]:
     for label, own in others:
         is_scored = None not in (own['accuracy'], of_baseline['accuracy'])
         rows.append({'label': label, **own, 'loss_of_baseline': of_baseline['loss'],
-                     'loss_gain': own['loss'] - of_baseline['loss'], 'accuracy_of_baseline': of_baseline['accuracy'],
+                     'loss_difference': own['loss'] - of_baseline['loss'],
+                     'accuracy_of_baseline': of_baseline['accuracy'],
                      'accuracy_gain': 100 * (own['accuracy'] - of_baseline['accuracy']) if is_scored else None})
     return rows
 
 
 def plot(rows: list[dict], baseline: str):
     """Draw a line for each method over the sizes: accuracy where it is known, and loss."""
-    panels = {'accuracy_gain': 'mean task accuracy, percentage points', 'loss_gain': 'validation loss, nats per token'}
+    panels = {'accuracy_gain': 'mean task accuracy, percentage points',
+              'loss_difference': 'validation loss, nats per token'}
     figure, all_axes = figures.new_figure(f'Difference to {baseline}, by model size', 2, (5.25, 4.5))
     for axes, (key, what) in zip(all_axes, panels.items()):
         axes.xaxis.update_units(list(dict.fromkeys(row['size'] for row in rows)))  # in this order for all lines
@@ -56,7 +58,7 @@ def plot(rows: list[dict], baseline: str):
 def main(runs: list, s: figures.Settings) -> dict:
     sizes = curves_by_size(runs, outcome, labels=s.labels)
     rows = [{'size': size} | row for size, outcomes in sizes.items() for row in gains(outcomes)]
-    figures.show(rows, 'size', 'label', 'seeds', 'loss_gain', 'accuracy_gain')
+    figures.show(rows, 'size', 'label', 'seeds', 'loss_difference', 'accuracy_gain')
     if any(row['accuracy_gain'] is None for row in rows):
         print('no accuracy for runs without all tasks in eval.jsonl: python eval.py RUN --paper=sps')
     return {'.csv': rows, '.png': plot(rows, next(iter(next(iter(sizes.values())))))}

@@ -75,7 +75,7 @@ def read_run(folder, code: str | None = None) -> dict:
                         + (known or f'none; train one with {quickstart}'))
     remedy = 'copy the run again or retrain it'
     if 'model_type' in read_json(path, remedy):
-        name = f'out/{Path(folder).resolve().name}'
+        name = f'out/{Path(folder).resolve().name}_run'
         raise UserError(f'{folder} is a Hugging Face folder: if it is a Llama, Mistral or Qwen, convert it with '
                         f'{command("-m", "common.import_hf", folder, f"--out_dir={name}")}, then use {name}')
     record = read_json(path, remedy, check_record)

@@ -40,8 +40,8 @@ class Scorer:
             if not context or not continuation:
                 raise UserError('a request has an empty context or continuation: give each at least one token')
             if len(continuation) > self.max_length:
-                raise UserError(f'a continuation of {len(continuation)} tokens exceeds '
-                                f'max_length = {self.max_length}')
+                raise UserError(f'a continuation of {len(continuation)} tokens exceeds max_length = {self.max_length}: '
+                                'give a larger --max_length')
             room = self.max_length + 1 - len(continuation)  # the last token is only predicted
             self.truncated += len(context) > room
             alone = None if len(continuation) <= MAX_SHARED else i

@@ -21,7 +21,7 @@ def open_data(name):
         from data.tasks import Generated
         return Generated(str(name))
     expected = ('expected a .txt, .jsonl, .csv or .parquet file, a folder with meta.json or of such files, or built-in '
-                f'data ({", ".join(builtin_data())}); prepare_fineweb.py converts other formats')
+                f'data ({", ".join(builtin_data())}). Rename other plain text to .txt; prepare_fineweb.py reads more')
     if not str(name):
         raise UserError(f'data is empty: {expected}')
     folder, documents = Path(name), None

@@ -88,7 +88,7 @@ class Source:
             yield next_state, found
         if not has_text:
             hint = (f' in field {self.s.text_field!r}; fields: {", ".join(fields[:20])}. Set --text_field of '
-                    'prepare_fineweb.py') if fields else ''
+                    'prepare_fineweb.py or data.train_tokenizer') if fields else ''
             raise UserError(f'{self.name} has no text{hint}')
 
     def _shuffled(self, state: dict | None) -> Iterator[tuple]:
@@ -305,7 +305,10 @@ def dataset_records(source: Source, state: dict | None) -> Iterator[tuple]:
 
 def named_error(what: str, error: Exception) -> UserError:
     """Say what failed, for the errors of a library, which have no common class."""
-    return error if isinstance(error, UserError) else UserError(f'{what} ({type(error).__name__}): {error}')
+    if isinstance(error, UserError):
+        return error
+    hint = ': expected UTF-8, convert it with iconv' if isinstance(error, UnicodeError) else ''
+    return UserError(f'{what} ({type(error).__name__}): {error}{hint}')
 
 
 # ---- documents ----

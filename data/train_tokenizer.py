@@ -2,8 +2,8 @@
 
     python -m data.train_tokenizer 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json
 
-Texts are .txt files or records with a field `text`. --split_at='<|endoftext|>' keeps that marker of
-a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=bpe16k.json.
+Texts are .txt files or records with a field `text` (--text_field). --split_at='<|endoftext|>' keeps
+that marker of a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=bpe16k.json.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from data.tokenizers import load_tokenizer
 class Settings:
     vocab_size: int = 32000  # number of ids, including the 256 bytes and eos
     out: str = 'tokenizer.json'  # output file
+    text_field: str = 'text'  # field of records with the text
     split_at: str | None = None  # text that separates documents in a .txt file, as in prepare_fineweb.py
 
 
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError("no texts given. Usage: python -m data.train_tokenizer 'texts/*.txt' --vocab_size=16000")
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
-        reading = Reading(id_field=None, split_at=s.split_at)
+        reading = Reading(id_field=None, text_field=s.text_field, split_at=s.split_at)
         found = (found for name in names for _, found in Source(name, reading).documents() if found)
         texts = (document.text for document in found)  # a long one would take 80 times its size in memory
         parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))

@@ -164,7 +164,8 @@ def test_scaling_is_the_mean_difference_at_each_size(tmp_path):
     mean_of_seeds = ((.52 + .4 + .36 + .2 + .2) / 5 / 2 + .3) / 2
     assert float(small['accuracy_gain']) == pytest.approx(100 * (mean_of_seeds - 0.15), abs=1e-9)
     assert float(large['accuracy_gain']) == pytest.approx(100 * 0.18 / 5, abs=1e-9)
-    assert float(small['loss_gain']) == pytest.approx(-0.15) and float(large['loss_gain']) == pytest.approx(-0.05)
+    assert float(small['loss_difference']) == pytest.approx(-0.15)
+    assert float(large['loss_difference']) == pytest.approx(-0.05)
     assert 'parameters are sps: expected standard, the baseline, and others' in found.stderr  # `lonely` is alone
     (tmp_path / 'standard_32/log.jsonl').unlink()
     (only,), found = drawn(tmp_path, 'scaling', *runs)

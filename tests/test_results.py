@@ -198,9 +198,9 @@ def check_context_ready(page):
               min(largest), max(largest))
     ends = [end(float(row[name]) for row in always) + 1e-9 for name in ('L_pooled', 'sequential', 'K=5')
             for end in (min, max)]
-    page.says('Without it (always five unrolls), L is {:.2f} to {:.2f} (paper: 0.88 to 1.20), and reading token by token '
-              'has a perplexity of '
-              '{:.2f} to {:.2f}, where the five unrolls of training have {:.2f} to {:.2f}', *ends)
+    page.says('Without it (always five unrolls), L is {:.2f} to {:.2f} (paper: 0.88 to 1.20), and reading token by '
+              'token has a perplexity of {:.2f} to {:.2f}, where the five unrolls of training have {:.2f} to {:.2f}',
+              *ends)
     tied = CLAIM['cr_tied_early']
     page.says('After {:.1f}M bytes, the loss of `tied` is still {:.3f} ({:.3f} to {:.3f}) below',
               float(tied['our_tokens']) / 1e6, *(-float(tied[key]) for key in ('difference', 'high', 'low')))

@@ -167,7 +167,7 @@ def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     (['--n_head=3'], ['n_embd = 16 and n_head = 3']),
     (['--n_ids=99'], ['n_ids is 99', '257']),
     (['--block_size=100000'], ['too few for a window of block_size = 100000']),
-    (['--data=/no where'], ['no data at /no where', 'prepare_fineweb.py converts other formats\n']),
+    (['--data=/no where'], ['no data at /no where', 'prepare_fineweb.py reads more\n']),
     (['--data=allenai/c4'], ['on the Hugging Face hub: python prepare_fineweb.py allenai/c4 --out_dir=data/built/c4']),
     (['--model=nosuch'], ["unknown model 'nosuch': give the path of its file", 'Models here: bst, context_ready, gdn']),
     (['config/quickstart.py', '--max_tokens', '1000'], ['got config/quickstart.py 1000: write --max_tokens=1000\n']),

@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError('no run given. Usage: python eval.py RUN_FOLDER --val')
         tasks, corpora = chosen(s)
         if s.model and given_model(s.model) not in [read_run(run)['model'] for run in runs]:
-            raise UserError(f'no run has the model of {s.model}')
+            raise UserError(f'model is {s.model}, but none of these runs has it: leave it out')
         init_distributed('gloo')
         columns = {}
         logging.getLogger('lm_eval').setLevel(logging.WARNING if s.verbose else logging.ERROR)

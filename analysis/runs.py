@@ -130,7 +130,7 @@ def evaluations(path: Path) -> dict[str, float]:
         unfinished = [f'step={step}'] * (step < (record.get('of_steps') or 0))
         for task, metrics in record['results'].items():
             of_task = VAL_OPTIONS if task == 'val' else TASK_OPTIONS
-            if task == 'lambada_first_token' or 'nats_per_word' in metrics:  # a corpus
+            if task == 'lambada_first_token' or 'word_perplexity' in metrics:  # a corpus
                 of_task = TASK_OPTIONS[1:]
             options = [f'{key}={value}' for key, value in given.items() if key in of_task]
             found |= {' '.join([task, metric, *options, *unfinished]): value for metric, value in metrics.items()
@@ -290,7 +290,7 @@ def curves_by_size(runs: list[Run], curve_of: Callable, ignored: Set[str] = froz
 
 
 def settings_of_size(sizes: Iterable[list[Run]], ignored: Set[str]) -> set[str]:
-    """Return the names of settings that all runs of a model share at each size, such as n_layer."""
+    """Return the names of what all runs of a model share at each size, such as n_layer."""
     differing = {key for runs in sizes for own in group_by(runs, lambda run: run.record['model']).values()
                  for values in differences(own, ignored).values() for key in values}
     known = {key for runs in sizes for run in runs for key in run.model_settings() | run.record['settings']}

@@ -1,6 +1,6 @@
 """Hugging Face wrapper for a run of this repository.
 
-`python -m common.export RUN --to_hf=FOLDER` copies this file, the model file and attn_kernels.py
+`python -m common.export RUN --to_hf=FOLDER` copies this file, the model's and those that it imports
 next to the weights. The folder then works with only torch and transformers installed:
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)

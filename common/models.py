@@ -56,9 +56,8 @@ def add_file(path: str) -> str:
     if other and not other.samefile(file) or not name.isidentifier():
         raise UserError(f'model is {path!r}, whose name {name!r} is '
                         + (f'that of {other}' if other else 'not a Python name') + ': rename the file')
-    ADDED[name] = file
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # for what it imports from there
+    ADDED[name] = other or file  # the same file, perhaps by another path
+    sys.path.append(str(file.parent))  # for what it imports from there
     return name
 
 
@@ -92,18 +91,19 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
         from common.stored_code import import_copy
         return import_copy(path)
     texts = {str(file): text for file, text in code_of(name).values()}
-    loaded = {key: module for key, module in sys.modules.items() if getattr(module, '__file__', None) in texts}
+    loaded = {key: module for key, module in [*sys.modules.items()] if getattr(module, '__file__', None) in texts}
     edited = {file for module in loaded.values() for file, text in getattr(module, '__texts__', {}).items()
               if texts.get(file, text) != text}
     for key, module in loaded.items():
         if edited and (key != 'attn_kernels' or module.__file__ in edited):
             Path(importlib.util.cache_from_source(module.__file__)).unlink(missing_ok=True)  # may be as old as the edit
             del sys.modules[key]
-    found = sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
-    for module in list(sys.modules.values()):
-        if getattr(module, '__file__', None) in texts:
-            module.__texts__ = texts
-    return found
+    try:
+        return sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
+    finally:  # also for what a file imported that failed
+        for module in [*sys.modules.values()]:
+            if getattr(module, '__file__', None) in texts:
+                module.__texts__ = texts
 
 
 def import_file(name: str, path: Path) -> ModuleType:

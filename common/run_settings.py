@@ -125,7 +125,6 @@ def check_settings(s, data, world) -> None:
             (s.code and not (s.resume or s.extend or s.init_from),
              'code = run uses the code that is stored in a run: add --resume, --extend or --init_from'),
             (s.resume and s.overwrite, 'resume and overwrite exclude each other: give one of them'),
-            (s.acceptance_prompts and s.block_size < 2, 'acceptance_prompts needs windows of at least 2 tokens'),
             (s.optimizer == 'muon' and s.parallel == 'fsdp',
              'optimizer = muon needs full matrices, but parallel = fsdp shards them: use '
              '--parallel=ddp or --optimizer=adamw'),

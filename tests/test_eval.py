@@ -146,6 +146,7 @@ def test_few_shot_examples_come_from_the_training_file(trained, benchmarks, tmp_
     monkeypatch.setattr(RunLM, '_loglikelihood_tokens', spy)
     result = succeeded(run(*command))
     assert asked and all(context.count('Question: an example\nAnswer: yes') == 2 for context in asked)
+    assert 'c4 word_perplexity' in evaluations(out / 'eval.jsonl')  # without examples
     assert eval_lines(out)[-1]['settings']['num_fewshot'] == 2 and 'sciq acc num_fewshot=2' in evaluations(
         out / 'eval.jsonl')
     assert result.stdout.count('c4 nats_per_word') == 1

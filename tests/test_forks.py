@@ -252,11 +252,17 @@ def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine
     helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
     train(out, *command)
     first, second = (runs.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
-    for name in ('model_other', 'model_mine'):  # another model imports the edited helper first
-        mine.with_name(f'{name}.py').write_text(mine.read_text())
+    mine.with_name('model_other.py').write_text(mine.read_text())  # imports the edited helper first
     helper.write_text('power = 3')
     for name in ('other', 'mine'):
         assert models.model_file(models.add_file(str(mine.with_name(f'model_{name}.py')))).power == 3
+    mine.with_name('model_other.py').write_text(mine.read_text() + '\n1 / 0')
+    helper.write_text('power = 4')
+    with pytest.raises(ZeroDivisionError):
+        models.model_file('other')
+    mine.with_name('model_other.py').write_text(f'"""\nfrom train import main\n"""\n{mine.read_text()}')
+    helper.write_text('power = 5')
+    assert models.model_file('other').power == 5 and 'model_train.py' not in models.code_of('other')
     helper.write_text('power = 2')
     clash = mine.with_name('other.py')
     clash.write_text('power = 2')

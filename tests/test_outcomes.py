@@ -3,6 +3,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 import statistics
 
 import pytest
@@ -177,6 +178,9 @@ def test_labels_and_baseline_are_the_same_at_all_sizes(tmp_path):
               ('sps', 64): 2.4, ('standard', 64): 2.5}
     runs = [Run(family_run(tmp_path / f'{method}_{width}', method, [9.0, loss], n_embd=width, settings={
         'learning_rate': 0.1 / width})) for (method, width), loss in losses.items()]
+    for run_, code in zip(runs, 'aaabb'):  # edited between the sizes
+        (Path(run_.folder) / 'code').mkdir()
+        (Path(run_.folder) / 'code/model_x.py').write_text(f'{code} = 1')
     small, large = curves_by_size(runs, lambda own: own[0].final_loss()).values()
     assert list(small.items()) == [('standard', 3.0), ('sps, method=sps', 2.9), ('sps, method=two_x_memory', 2.8)]
     assert list(large.items()) == [('standard', 2.5), ('sps, method=sps', 2.4)]

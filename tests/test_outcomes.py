@@ -3,8 +3,8 @@ import dataclasses
 import json
 import math
 import re
-from pathlib import Path
 import statistics
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, assert_sentence, run, succeeded

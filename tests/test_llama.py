@@ -153,7 +153,8 @@ def test_command_line(tmp_path):
     import_it = [*importing, folder, f'--out_dir={out}', '--tokenizer=byte']
     assert_sentence(run(*import_it[:-1]), 'has neither tokenizer.json nor')
     assert_sentence(run(*importing, tmp_path / 'none', '--tokenizer=byte'), 'has no config.json')
-    assert_sentence(run('sample.py', folder, 'abc'), f"python -m common.import_hf '{folder}' '--out_dir=out/a folder_run'")
+    advice = f"python -m common.import_hf '{folder}' '--out_dir=out/a folder_run'"
+    assert_sentence(run('sample.py', folder, 'abc'), advice)
     said = succeeded(run(*import_it)).stdout
     assert f"python sample.py '{out}' 'Once upon a time'; " in said and f"'--init_from={out}'\n" in said
     succeeded(run('sample.py', out, 'ab', '--max_new_tokens=5'))

@@ -311,7 +311,7 @@ def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypat
     monkeypatch.setattr(models, 'ADDED', {})
     source, getsource = (ROOT / 'model_standard.py').read_text(), inspect.getsource
     for name, text, kernels in (('same', source, str), ('own', f'{source}\ndef make_mask(*args):\n    pass\n', str),
-                                ('edited', source, lambda text: text.replace('softmax', 'sigmoid'))):
+                                ('altered', source, lambda text: text.replace('softmax', 'sigmoid'))):
         (tmp_path / f'model_{name}.py').write_text(text)
         record = {'model': models.add_file(str(tmp_path / f'model_{name}.py')), 'code': None}
         monkeypatch.setattr(families.inspect, 'getsource', lambda x: kernels(getsource(x)))  # noqa: B023

@@ -4,7 +4,7 @@
     run.generate(['Return the'], max_new_tokens=50, temperature=0.8)
     folder = train.main(['config/quickstart.py', '--max_tokens=1e5'])
 
-Works in any folder after `pip install -e .`, with the full path of a config. The repository's
+Works in any folder after `pip install -e .`, if configs have their full path. The repository's
 folder is put on Python's path, because models and data are found there by name.
 """
 import sys

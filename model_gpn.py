@@ -58,7 +58,7 @@ class Config:
     eos_id: int | None = None  # end-of-document id: state and memory restart after it; None: never (official code)
 
     def __post_init__(self):
-        check_sizes(self, norm_eps=1e-30, n_head=0, d_emb=1, d_k=1, d_v=1, bptt_len=1, segment_len=1)
+        check_sizes(self, n_head=0, d_emb=1, d_k=1, d_v=1, bptt_len=1, segment_len=1)
         if self.scan == 'fast' and gpn is None:
             raise ValueError("scan = 'fast' needs the folder scans/: use 'auto' or 'loop'")
         self.n_ffn = self.n_ffn or max(1, round(8 / 3 * self.n_embd / 128)) * 128

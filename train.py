@@ -81,7 +81,7 @@ class Settings:
     wandb_project: str | None = None  # Weights & Biases project to log to (needs wandb); None: log.jsonl only
     # machine
     device: Device = 'auto'  # auto: cuda if available, else cpu
-    dtype: DType = 'auto'  # of matmuls, weights are fp32; auto: bfloat16 on CUDA, from 1M parameters on CPUs with bf16
+    dtype: DType = 'auto'  # of matmuls; auto: bfloat16 on CUDA, and on CPUs with bf16 units from 1M parameters on
     compile: bool | None = None  # use torch.compile; None: on GPUs only (on CPUs the gain is 1% to 20%)
     parallel: Literal['ddp', 'fsdp'] = 'ddp'  # multi-GPU: ddp copies the model to each GPU, fsdp shards it
     shard: int | None = None  # with fsdp: processes that share one sharded copy of the weights; None: all

@@ -24,8 +24,9 @@ from train import Settings as TrainSettings
 IGNORED = MAY_CHANGE - {'data'} | {'seed', 'extend', 'model', 'vocab_size', 'n_ids', 'eos_id'}
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
-VAL_OPTIONS = 'data', 'val_tokens', 'max_length'  # options of eval.py that affect 'val'; None by default
-TASK_OPTIONS = 'num_fewshot', 'limit', 'bos', 'max_length'  # of tasks, and without the first of texts; None or 0
+VAL_OPTIONS = 'data', 'val_tokens', 'max_length'  # options of eval.py that affect 'val'
+TEXT_OPTIONS = 'limit', 'bos', 'max_length'  # those that affect a corpus
+TASK_OPTIONS = 'num_fewshot', *TEXT_OPTIONS  # those that affect a task of lm-eval
 
 
 # ---- one run ----
@@ -58,7 +59,7 @@ class Run:
         return saved_config(self.record, self.folder)
 
     def model_settings(self) -> dict:
-        """Return the model's settings, with defaults for those that it has got since."""
+        """Return the model's settings. Those that it did not have yet have their defaults."""
         try:
             return dataclasses.asdict(self.config)
         except UserError:  # the model file may be gone
@@ -66,7 +67,7 @@ class Run:
 
     @cached_property
     def code_digest(self) -> str:
-        """Digest of the run's copies of its model's files, without attn_kernels.py."""
+        """Digest of the run's copy of its model's code, without attn_kernels.py."""
         files = sorted(Path(self.folder).glob(f'{STORED}/model_*.py'))
         text = code_digest('\n'.join(path.read_text(errors='replace') for path in files))
         return hashlib.sha256(text.encode()).hexdigest()[:6] if files else 'none'
@@ -129,9 +130,8 @@ def evaluations(path: Path) -> dict[str, float]:
                                               if value is False or value not in (None, 0)}
         unfinished = [f'step={step}'] * (step < (record.get('of_steps') or 0))
         for task, metrics in record['results'].items():
-            of_task = VAL_OPTIONS if task == 'val' else TASK_OPTIONS
-            if task == 'lambada_first_token' or 'word_perplexity' in metrics:  # a corpus
-                of_task = TASK_OPTIONS[1:]
+            is_text = task == 'lambada_first_token' or 'word_perplexity' in metrics
+            of_task = VAL_OPTIONS if task == 'val' else TEXT_OPTIONS if is_text else TASK_OPTIONS
             options = [f'{key}={value}' for key, value in given.items() if key in of_task]
             found |= {' '.join([task, metric, *options, *unfinished]): value for metric, value in metrics.items()
                       if is_number(value)}

@@ -5,7 +5,7 @@
     python -m analysis.speculative RUN --draft=SMALL                another run drafts
     torchrun --nproc_per_node=8 -m analysis.speculative RUN         each GPU decodes some prompts
 
-Like the NextLat paper, with 1024 prompts of 512 tokens and 512 new ones. Here, prompts are the
+The paper has 1024 prompts of 512 tokens and 512 new ones, like the defaults. Here, prompts are the
 starts of validation documents, and no text ends early. On each batch of prompts, plain decoding and
 all draft lengths take turns; the speed-up is the median over batches of the ratio of times.
 `accepted` is the mean number of accepted tokens per verification, which yields one more token.

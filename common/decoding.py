@@ -72,7 +72,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, cache=None
 @torch.inference_mode()
 def generation_steps(model, prompts: list[list[int]], max_new_tokens: int, cache, *, seed=0, eos_id=None,
                      finished=None, **sampling) -> Iterator[list[list[int]]]:
-    """Generate as `generate`. Yields the new ids so far: none, then after each step or 16.
+    """Generate as `generate`. Yields the new ids so far, first none, then after each step.
 
     eos_id: one or several ids that end a text. finished(i, new_ids) -> bool is called after each
     new token of prompt i except eos_id (on a GPU, every 16 steps for the tokens since); True ends

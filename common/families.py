@@ -79,7 +79,7 @@ def family_tensors(c, tensors: dict, n_rows: int) -> dict:
 
 
 def code_digest(module) -> str | None:
-    """Return the digest of a model's file and its attn_kernels.py; None without one."""
+    """Return the digest of a model's file and attn_kernels.py, None if it does not use that."""
     kernels = sys.modules.get(getattr(getattr(module, 'attention', None), '__module__', None))
     if kernels is None:
         return None

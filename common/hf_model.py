@@ -1,7 +1,7 @@
 """Hugging Face wrapper for a run of this repository.
 
-`python -m common.export RUN --to_hf=FOLDER` copies this file, the model's and those that it imports
-next to the weights. The folder then works with only torch and transformers installed:
+`python -m common.export RUN --to_hf=FOLDER` writes this file, the model's file and the files that
+it imports next to the weights. The folder then works with only torch and transformers installed:
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 

@@ -121,7 +121,7 @@ class Generation:
         self.prompts = [run.encode(text) for text in prompts]
         self.n_new = new_tokens(self.prompts, options.max_new_tokens, run.block_size)
         self.stop = (options.stop or '').replace('\\n', '\n').encode(errors='replace')
-        self.found, self.n_read = [b''] * len(prompts), [0] * len(prompts)  # the texts so far, of so many new ids
+        self.found, self.n_read = [b''] * len(prompts), [0] * len(prompts)  # the texts so far, from so many ids
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # buffers incomplete characters
         self.n_yielded = self.n_ready = 0  # bytes of the first text
         self.draft, self.is_drafted = None, bool(options.draft) or options.draft_len is not None

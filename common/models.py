@@ -22,8 +22,8 @@ import torch
 from common.files import ROOT, UserError, first_line
 from common.settings import make_settings
 
-STORED = 'code'  # folder of a run with its model's file and what that imports of the user's files and of ours
-SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb', 'lm_architectures'}  # are not part of a model
+STORED = 'code'  # folder of a run with copies of its model's file and of the files that it imports
+SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb', 'lm_architectures'}  # never part of a model
 IMPORTS = re.compile(r'^( *)(?:from \.?(?:edits\.)?(\w+) import|'
                      r'(?:from \. )?import (\w+)(?: as (\w+))?[ \t]*(?:#.*)?$)', re.MULTILINE)
 ADDED = {}  # {name: path} of the model files that `add_file` made known

@@ -147,7 +147,7 @@ def check_settings(s, data, world) -> None:
 
 
 def check_windows(data, block_size: int) -> None:
-    """Raise UserError unless val has a window of block_size tokens, and train one at any offset."""
+    """Raise UserError if a split is too short for windows of block_size tokens."""
     for split in ('train', 'val'):
         if data.n_rows(split, block_size) < 1:
             needed = 2 * block_size if split == 'train' else block_size + 1

@@ -153,8 +153,8 @@ def check_sps(page):
     assert (f'{min(losses["Standard"]):.3f}', f'{max(losses["Standard"]):.3f}') == (low, high)
     n_logged = sum(len(loss) == 6 for row in models.values() for loss in row['losses'].split())
     assert n_logged == 11
-    page.says('Eleven of the {} losses are from the log of a lost machine (seeds 2 to 5, two streams). The {} made '
-              'again are equal', sum(map(len, losses.values())), 24 - 5 - n_logged)
+    page.says('Eleven of the {} losses are from the log of a lost machine (seeds 2 to 5, two streams). The {} '
+              'trained again equal the log', sum(map(len, losses.values())), 24 - 5 - n_logged)
     page.says('models of {:.2f}M parameters', float(first['parameters']) / 1e6)
     page.says("lowers Standard's loss by {:.3f}", float(models['Standard']['minus_first']))
     paper = {name: float(row['validation loss'] or 'nan') for name, row in rows(

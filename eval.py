@@ -7,12 +7,11 @@
     torchrun --nproc_per_node=8 eval.py RUN --paper=sps        on several GPUs
 
 Evaluates the newest checkpoint of each run folder RUN, adds a line to its eval.jsonl, and prints
-the runs side by side. With --data_dir, tasks and corpora come from local files
-(common/benchmarks.py) and nothing is downloaded. Corpora are scored by rolling likelihood, as in
-the SPS paper (docs/evaluation.md).
+the runs side by side. With --data_dir, tasks and corpora come from local files and nothing is
+downloaded. Corpora are scored by rolling likelihood, as in the SPS paper (docs/evaluation.md).
 """
 if __name__ == '__main__':
-    from common.start import quiet_start
+    from lm_architectures.start import quiet_start
     quiet_start()
 
 import datetime
@@ -29,16 +28,16 @@ from typing import Literal, get_args
 
 import torch
 
-from common.benchmarks import local_records
-from common.files import UserError, friendly_errors, open_lines, warn_once
-from common.machine import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
-from common.models import given_model, report_edits
-from common.parallel import rank
-from common.runs import load_run, read_run, run_data
-from common.scoring import Scorer, perplexity
-from common.settings import check_ranges, load_settings
-from common.validation import validation_loss
-from data.tokenizers import Tokenizer, load_tokenizer
+from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer
+from lm_architectures.files import UserError, friendly_errors, open_lines, warn_once
+from lm_architectures.machine.devices import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
+from lm_architectures.machine.parallel import rank
+from lm_architectures.run.folders import load_run, read_run, run_data
+from lm_architectures.run.models import given_model, report_edits
+from lm_architectures.score.benchmarks import local_records
+from lm_architectures.score.scoring import Scorer, perplexity
+from lm_architectures.score.validation import validation_loss
+from lm_architectures.settings import check_ranges, load_settings
 
 Corpus = Literal['wikitext', 'c4', 'books3', 'govreport']
 PAPERS = {  # paper: ({task: metric}, corpora). acc or acc_norm is inferred: the papers say "accuracy"
@@ -153,7 +152,7 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
         few_shot = [task for task in tasks if task != 'lambada_first_token']
         if few_shot or corpora:
             warn_once('loading lm-eval and its index of tasks, which takes minutes the first time on a slow disk')
-            from common.lm_eval_adapter import RunLM, run_tasks
+            from lm_architectures.score.lm_eval_adapter import RunLM, run_tasks
             lm = RunLM(scorer, tokenizer, record['data'].get('ends'))
             for names, n_shots in ((few_shot, s.num_fewshot), ([name for name in corpora if name not in tasks], 0)):
                 if names:

@@ -156,7 +156,7 @@ class Model(nn.Module):
         return self._text_state(self.text_f(f), self.text_b(self.no_suffix))
 
     def trunk(self, idx):
-        """Return f, the states that analysis/probes.py reads. idx: (B, T) -> (B, T, C)."""
+        """Return f, the states that papers/nextlat/probes.py reads. idx: (B, T) -> (B, T, C)."""
         return self._encode(self.forward_encoder, idx, document_starts(idx, self.config.eos_id))
 
     def final_hidden(self, idx):

@@ -122,7 +122,7 @@ class Model(nn.Module):
         return rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta), mask
 
     def trunk(self, idx):
-        """Return the trunk's output, which analysis/probes.py reads. idx: (B, T) -> (B, T, C)."""
+        """Return the trunk's output, for linear probes. idx: (B, T) -> (B, T, C)."""
         return self._run_trunk(idx, *self._prepare(idx))
 
     def final_hidden(self, idx):

@@ -8,7 +8,7 @@
 Rerun the same command to continue after an interruption. See docs/data.md.
 """
 if __name__ == '__main__':
-    from common.start import quiet_start
+    from lm_architectures.start import quiet_start
     quiet_start()
 
 import dataclasses
@@ -22,13 +22,23 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import ROOT, UserError, command, friendly_errors, locked, read_json, remove, sha256, write_json
-from common.machine import omp_threads, usable_cores
-from common.settings import check_ranges, load_settings
-from data.shards import BUILT
-from data.sources import Reading, Source, fitting_split, split_documents
-from data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from data.writing import ShardWriter, document_ids
+from lm_architectures.data.text.shards import BUILT
+from lm_architectures.data.text.sources import Reading, Source, fitting_split, split_documents
+from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from lm_architectures.data.text.writing import ShardWriter, document_ids
+from lm_architectures.files import (
+    ROOT,
+    UserError,
+    command,
+    friendly_errors,
+    locked,
+    read_json,
+    remove,
+    sha256,
+    write_json,
+)
+from lm_architectures.machine.devices import omp_threads, usable_cores
+from lm_architectures.settings import check_ranges, load_settings
 
 FINEWEB = 'HuggingFaceFW/fineweb-edu'
 FINEWEB_SETTINGS = dict(  # official SPS code

@@ -9,10 +9,10 @@
 An empty prompt "" starts a new document: generation continues after eos. If the training data was
 prepared with --bos, every prompt starts with bos, and an empty prompt is bos alone.
 
-In Python: `load` and `Run.generate` (common/interface.py).
+In Python: `load` and `Run.generate` (lm_architectures/run/load.py).
 """
 if __name__ == '__main__':
-    from common.start import quiet_start
+    from lm_architectures.start import quiet_start
     quiet_start()
 
 import sys
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.files import UserError, friendly_errors, without_surrogates
-from common.interface import Generation, Options, load
-from common.machine import Device, DType
-from common.models import add_file
-from common.settings import load_settings
+from lm_architectures.files import UserError, friendly_errors, without_surrogates
+from lm_architectures.machine.devices import Device, DType
+from lm_architectures.run.load import Generation, Options, load
+from lm_architectures.run.models import add_file
+from lm_architectures.settings import load_settings
 
 
 @dataclass

@@ -9,7 +9,7 @@
 Read this file from top to bottom. docs/own_model.md lists what a model must and may define.
 """
 if __name__ == '__main__':
-    from common.start import quiet_start
+    from lm_architectures.start import quiet_start
     quiet_start()
 
 import contextlib
@@ -25,11 +25,20 @@ from typing import Literal
 import torch
 
 from attn_kernels import counted_targets
-from common import checkpoint, models, parallel, run_settings, runs
-from common.files import UserError, command, friendly_errors
-from common.machine import Device, DType, catch_signals, make_progress, pick_dtype, say, start_processes
-from common.settings import check_ranges
-from common.validation import validation_loss
+from lm_architectures.files import UserError, command, friendly_errors
+from lm_architectures.machine import parallel
+from lm_architectures.machine.devices import (
+    Device,
+    DType,
+    catch_signals,
+    make_progress,
+    pick_dtype,
+    say,
+    start_processes,
+)
+from lm_architectures.run import checkpoint, folders, models, run_settings
+from lm_architectures.score.validation import validation_loss
+from lm_architectures.settings import check_ranges
 
 
 @dataclass
@@ -135,7 +144,7 @@ def make_optimizer(model: torch.nn.Module, s: Settings):
     """Return the optimizer. Tensors with fewer than two dimensions have no weight decay."""
     params = [p for p in model.parameters() if p.requires_grad]
     if s.optimizer == 'muon':
-        from common.muon import MuonAndAdamW, hidden_matrices
+        from lm_architectures.run.muon import MuonAndAdamW, hidden_matrices
         matrices = hidden_matrices(model)
         hidden = [p for p in params if p in matrices]
         params = [p for p in params if p not in matrices]
@@ -240,7 +249,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
                 if hasattr(data, 'score'):
                     scores |= data.score(model, machine.device, s.micro_batch_size)
                 if s.acceptance_prompts:
-                    from common.speculative import validation_drafts
+                    from lm_architectures.decode.speculation import validation_drafts
                     drafts = validation_drafts(model, data, s.block_size, s.acceptance_prompts, s.seed)
                     scores['acceptance'] = drafts.accepted_at.total() / max(1, drafts.drafted)
         parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
@@ -261,7 +270,7 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
             model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     run_settings.describe(s, model, data)
     if s.init_from:
-        from common.continuing import load_initial_weights
+        from lm_architectures.run.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
         load_initial_weights(s, model, idx.to(machine.device))
     shards = f', weights in {s.shard or machine.world} shards' * (s.parallel == 'fsdp' and machine.world > 1)
@@ -301,9 +310,9 @@ def train(s, config, data, record, machine, argv):
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:
-        from common.continuing import restore
+        from lm_architectures.run.continuing import restore
         step, seconds = restore(s, model, optimizer)
-    records = runs.Records(s, config, data, machine, step)
+    records = folders.Records(s, config, data, machine, step)
     meter, progress = Meter(s, model, machine, step, seconds), make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
     if machine.compiles:
@@ -350,7 +359,7 @@ def finish(s, model, data, machine, seconds):
         print_sample(s, model, data, machine)
     if machine.rank > 0:
         return
-    runs.plot_loss(s.out_dir)
+    folders.plot_loss(s.out_dir)
     outside = [f'--model={file}' for file in [models.ADDED.get(s.model)] if file]
     look = f'{command("sample.py", s.out_dir, "Return the", *outside)}    generates text'
     if hasattr(data, 'score'):
@@ -362,8 +371,8 @@ def finish(s, model, data, machine, seconds):
 
 
 def print_sample(s, model, data, machine):
-    from common.decoding import generate
-    from data.tokenizers import load_tokenizer
+    from lm_architectures.data.text.tokenizers import load_tokenizer
+    from lm_architectures.decode.generation import generate
     with parallel.gather_weights(model), machine.autocast(), machine.eager():
         if machine.rank > 0:
             return
@@ -382,13 +391,13 @@ def main(argv: list[str] | None = None) -> str:
         machine = start_processes(s)
         with contextlib.redirect_stdout(sys.stdout if machine.rank == 0 else open(os.devnull, 'w')):
             if s.dry_run:
-                from common.dry_run import dry_run
+                from lm_architectures.run.dry_run import dry_run
                 dry_run(s, given, record, machine)
             else:
                 data = run_settings.training_data(s, record)
                 config = run_settings.model_config(s, given, data, record)
                 run_settings.check_settings(s, data, machine.world)
-                claim = runs.locked_run(s.out_dir, not s.resume, s.overwrite)
+                claim = folders.locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)
     parallel.leave_together()

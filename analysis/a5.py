@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from analysis import figures
 from analysis.runs import curves_of, finished, spread
-from common.files import UserError
-from common.machine import Device, pick_device
-from common.runs import load_run
-from data import open_data
-from data.a5 import Task
-from data.names import task_class
-from data.tasks import make_task
+from lm_architectures.data import open_data
+from lm_architectures.data.generated import make_task
+from lm_architectures.data.names import task_class
+from lm_architectures.data.tasks.a5 import Task
+from lm_architectures.files import UserError
+from lm_architectures.machine.devices import Device, pick_device
+from lm_architectures.run.folders import load_run
 
 WHO = {'accuracy': '', 'rnn_accuracy': ', p_psi as an RNN'}  # score: suffix of the label
 

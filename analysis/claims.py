@@ -21,15 +21,19 @@ from pathlib import Path
 
 import torch
 
-from analysis import context_ready, figures, gpn_state, gradient_flow, probes
+from analysis import figures
 from analysis.compare import Method, set_best_rates, train_seeds
 from analysis.figures import read_csv
 from analysis.runs import Run
 from analysis.scores import score_names
 from bench import RESULTS, one_line, where_and_when
-from common.files import UserError, friendly_errors
-from common.settings import check_ranges, load_settings
-from common.speculative import DraftStatistics, validation_drafts
+from lm_architectures.decode.speculation import DraftStatistics, validation_drafts
+from lm_architectures.files import UserError, friendly_errors
+from lm_architectures.settings import check_ranges, load_settings
+from papers.context_ready import unrolls as cr
+from papers.gpn import state
+from papers.nextlat import probes
+from papers.sps import gradient_flow
 
 HERE = Path(__file__).parent
 ALPHA = 0.05  # family-wise significance level of a paper's tests
@@ -102,14 +106,14 @@ def select_claims(only: str) -> list[Claim]:
 
 @cache
 def later_gradients(run: Run) -> list[float]:
-    """Return r(p, k) of `analysis.gradient_flow` by stream, a geometric mean over k = 1 to 96."""
+    """Return r(p, k) of `papers.sps.gradient_flow` by stream, a geometric mean over k = 1 to 96."""
     s = gradient_flow.fitted(gradient_flow.Settings(n_documents=16, block_size=256, max_k=96), [run])
     return gradient_flow.measure(run, s)[0][:, 1:].log().mean(1).exp().tolist()  # x and rho, or the only stream
 
 
 @cache
 def unrolls(run: Run) -> dict:
-    return context_ready.row_of(run, context_ready.Settings(tokens=32_768))
+    return cr.row_of(run, cr.Settings(tokens=32_768))
 
 
 def closed_gap(run: Run) -> float:
@@ -124,7 +128,7 @@ def drafts(run: Run) -> DraftStatistics:
 
 
 def far_probe(run: Run) -> float:
-    """Return the loss of the last probe of `analysis.probes`."""
+    """Return the loss of the last probe of `papers.nextlat.probes`."""
     s = probes.Settings(offsets=20, steps=500, eval_tokens=100_000, learning_rate=1e-3)
     return probes.measure(run, s)[-1]
 
@@ -135,8 +139,8 @@ def levels_solved(run: Run) -> float:
 
 
 def unigram_correlation(run: Run) -> float:
-    """Return a number of `analysis.gpn_state`, from eight batches of eight validation windows."""
-    rows = gpn_state.rows_of(run, gpn_state.Settings(batch_size=8, unigram_tokens=1_000_000))
+    """Return a number of `papers.gpn.state`, from eight batches of eight validation windows."""
+    rows = state.rows_of(run, state.Settings(batch_size=8, unigram_tokens=1_000_000))
     return next(number for _, name, _, number in rows if name == 'rank correlation with the unigram')
 
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from analysis import figures
 from analysis.runs import Run
 from bench import one_line, where_and_when
-from common.checkpoint import checkpoints
-from common.files import ROOT, UserError, friendly_errors, write_file
-from common.machine import pick_device, pick_dtype
-from common.run_settings import config_class, read_settings
-from common.scoring import perplexity
-from common.settings import check_ranges, load_settings
-from data import open_data
+from lm_architectures.data import open_data
+from lm_architectures.files import ROOT, UserError, friendly_errors, write_file
+from lm_architectures.machine.devices import pick_device, pick_dtype
+from lm_architectures.run.checkpoint import checkpoints
+from lm_architectures.run.run_settings import config_class, read_settings
+from lm_architectures.score.scoring import perplexity
+from lm_architectures.settings import check_ranges, load_settings
 from train import Settings as TrainSettings
 
 STEP = 1.5  # ratio of neighboring learning rates

@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 
 from analysis.runs import Run, group_by, map_readable
-from common.files import UserError, friendly_errors, write_file
-from common.machine import Device, pick_device, pick_dtype
-from common.models import add_file
-from common.runs import load_run, run_data
-from common.settings import check_ranges, load_settings
+from lm_architectures.files import UserError, friendly_errors, write_file
+from lm_architectures.machine.devices import Device, pick_device, pick_dtype
+from lm_architectures.run.folders import load_run, run_data
+from lm_architectures.run.models import add_file
+from lm_architectures.settings import check_ranges, load_settings
 
 BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of `draw` with bands
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from analysis import figures
 from analysis.runs import curve, curves_of, group, holds_from, short_number
-from common.files import UserError
+from lm_architectures.files import UserError
 
 AXES = {'tokens': 'training tokens', 'gpu_hours': 'training time, GPU-hours', 'minutes': 'training time, minutes',
         'flops': 'training FLOPs'}

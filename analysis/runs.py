@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common.continuing import MAY_CHANGE, may_change
-from common.files import UserError, command, is_number, printable, read_lines, warn_once
-from common.models import STORED, count_parameters, meta_model, portable_config, saved_config
-from common.runs import read_log, read_run
-from common.settings import make_settings
-from common.stored_code import code_digest
-from data.shards import Data
+from lm_architectures.data.text.shards import Data
+from lm_architectures.files import UserError, command, is_number, printable, read_lines, warn_once
+from lm_architectures.run.continuing import MAY_CHANGE, may_change
+from lm_architectures.run.folders import read_log, read_run
+from lm_architectures.run.models import STORED, count_parameters, meta_model, portable_config, saved_config
+from lm_architectures.run.stored_code import code_digest
+from lm_architectures.settings import make_settings
 from train import Settings as TrainSettings
 
 # settings that are ignored when runs are grouped and labeled

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from analysis import figures
 from analysis.runs import curve, curves_of, finished, group_by, holds_from
-from common.files import UserError
-from data.tasks import SOLVED
+from lm_architectures.data.generated import SOLVED
+from lm_architectures.files import UserError
 
 
 @dataclass

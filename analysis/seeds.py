@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from analysis import figures
 from analysis.runs import curves_of, finished
-from common.files import UserError
-from common.settings import check_ranges
+from lm_architectures.files import UserError
+from lm_architectures.settings import check_ranges
 
 
 @dataclass

@@ -24,13 +24,13 @@ from analysis import compare, figures
 from analysis.compare import Method, set_best_rates, train_seeds
 from analysis.runs import Run
 from bench import decoding_speeds, one_line, where_and_when
-from common.files import UserError, friendly_errors
-from common.machine import decoding_dtype, pick_device
-from common.models import count_parameters, meta_model
-from common.run_settings import model_config
-from common.runs import load_run
-from common.settings import check_ranges, load_settings
-from data import open_data
+from lm_architectures.data import open_data
+from lm_architectures.files import UserError, friendly_errors
+from lm_architectures.machine.devices import decoding_dtype, pick_device
+from lm_architectures.run.folders import load_run
+from lm_architectures.run.models import count_parameters, meta_model
+from lm_architectures.run.run_settings import model_config
+from lm_architectures.settings import check_ranges, load_settings
 from train import Settings as TrainSettings
 
 BUDGETS = 'tokens', 'training FLOPs', 'wall time'

@@ -5,7 +5,7 @@
 
 Tables 2 and 3 of the SPS paper, table 1 of the GPN paper and the language-modeling table of the
 NextLat paper. Writes NAME.md and NAME.csv with means over seeds. Scores are from eval.jsonl,
-decoding speed and memory (ratios to Standard) from bench.inference, everything else from the logs.
+decoding speed and memory (ratios to Standard) from papers.sps.inference, everything else from the logs.
 
 analysis/papers/PAPER.csv has the paper's table. Columns without a space are settings that identify
 a run (an empty cell matches any value). Columns with a space are
@@ -21,10 +21,10 @@ from typing import Literal
 from analysis import figures
 from analysis.runs import curve, curves_of, finished, short_number
 from bench import FAMILY, RESULTS
-from common.files import ROOT, UserError, read_json
-from common.models import make_config
-from common.scoring import perplexity
-from common.settings import read_config_file
+from lm_architectures.files import ROOT, UserError, read_json
+from lm_architectures.run.models import make_config
+from lm_architectures.score.scoring import perplexity
+from lm_architectures.settings import read_config_file
 
 PAPERS = Path(__file__).parent / 'papers'
 FIRST = 'seeds', 'parameters', 'tokens'  # columns before the paper's
@@ -44,7 +44,7 @@ DECODING = {'method', 'window', 'persistent_window', 'predict_layers', 'predict_
 @dataclass
 class Settings(figures.Settings):
     paper: Literal['sps', 'nextlat', 'gpn'] = 'sps'  # paper whose columns and rows are shown
-    inference: str = str(RESULTS / 'inference_gpu.json')  # output of bench.inference
+    inference: str = str(RESULTS / 'inference_gpu.json')  # output of papers.sps.inference
 
 
 def row_of_paper(run, rows: list[dict[str, str]]) -> dict[str, str] | None:
@@ -58,7 +58,7 @@ def row_of_paper(run, rows: list[dict[str, str]]) -> dict[str, str] | None:
 
 
 def inference_of(run, measured: list[dict]) -> dict[str, float]:
-    """Return a run's INFERENCE columns (ratios to Standard) from rows of bench.inference."""
+    """Return a run's INFERENCE columns (ratios to Standard) from rows of papers.sps.inference."""
     own, found = dataclasses.asdict(run.config), {}
     for name, (model, values) in FAMILY.items():
         config = dataclasses.asdict(make_config(model, values))
@@ -73,7 +73,7 @@ def inference_of(run, measured: list[dict]) -> dict[str, float]:
 
 
 def own_row(runs: list, columns: list[str], measured: list[dict]) -> dict[str, float]:
-    """Return {column: mean over finished seeds}. measured: rows of bench.inference."""
+    """Return {column: mean over finished seeds}. measured: rows of papers.sps.inference."""
     is_logged, runs = any(run.log for run in runs), finished(runs)
     row = {'seeds': len(runs), 'parameters': runs[0].parameters} | state_size(runs[0])
     if is_logged:
@@ -135,7 +135,7 @@ def rows_of(groups: dict[str, tuple], columns: list[str]) -> list[dict]:
 @figures.script(Settings)
 def main(runs: list, s: Settings) -> dict:
     paper = figures.read_csv(PAPERS / f'{s.paper}.csv')
-    measured = read_json(s.inference, 'make it with python -m bench.inference')['rows']
+    measured = read_json(s.inference, 'make it with python -m papers.sps.inference')['rows']
     columns = [column for column in paper[0] if ' ' in column]
     groups = curves_of(runs, lambda own: (own_row(own, columns, measured), row_of_paper(own[0], paper)),
                        labels=s.labels)

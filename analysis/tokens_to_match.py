@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from analysis import figures
 from analysis.loss_curves import set_axes
 from analysis.runs import curve, curves_by_size, finished, group_by
-from common.files import UserError
+from lm_architectures.files import UserError
 
 LENGTH = frozenset({'max_tokens', 'schedule', 'decay_fraction', 'min_lr'})  # settings of length and decay
 

@@ -4,10 +4,10 @@
     python -m bench.train_step      training steps, compared with Hugging Face Llama;
                                     `objectives`: NextLat, MTP, JTP, BST, relative to GPT
     python -m bench.generate        decoding, compared with Hugging Face generate
-    python -m bench.inference       prefill and decoding of the SPS family, relative to Standard
+    python -m papers.sps.inference       prefill and decoding of the SPS family, relative to Standard
     python -m bench.attention       attention, compared with PyTorch's own calls
     python -m bench.scans           fast forms of GPN, GDN and Context-Ready, compared with loops
-    python -m bench.context_ready   generation by Context-Ready, compared with a Roformer
+    python -m papers.context_ready.generation   generation by Context-Ready, compared with a Roformer
     python -m bench.gpu             everything that needs a GPU, including tests
 
 Results are printed as they are measured and written to bench/results/ with command, device, date,
@@ -15,7 +15,7 @@ versions and commit. --toy takes seconds, at meaningless sizes, and writes nothi
 """
 import sys
 
-from common.start import quiet_start
+from lm_architectures.start import quiet_start
 
 if sys.argv[0] == '-m':  # Python is importing this package for `python -m bench.NAME`
     quiet_start()
@@ -36,10 +36,10 @@ from pathlib import Path
 
 import torch
 
-from common import models
-from common.decoding import Decoder, allocate_cache, decodable
-from common.files import UserError, command, friendly_errors
-from common.settings import load_settings
+from lm_architectures.decode.generation import Decoder, allocate_cache, decodable
+from lm_architectures.files import UserError, command, friendly_errors
+from lm_architectures.run import models
+from lm_architectures.settings import load_settings
 
 RESULTS = Path(__file__).parent / 'results'
 DEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')

@@ -17,7 +17,7 @@ import model_sps
 import model_standard
 from attn_kernels import Mask, _whole_mask, attention, dense_mask, document_starts, make_mask, sequence
 from bench import DEVICE, GPU, alternate, graphed, measure
-from common import gpu
+from lm_architectures.machine import compiling
 from scans import attention as triton_kernels
 
 N_HEAD, TOKENS, WINDOW = (12, 16384, 64) if GPU else (8, 4096, 64)  # TOKENS: per call
@@ -75,7 +75,7 @@ def figures(toy: bool) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     if GPU:
-        gpu.set_compiler_options()
+        compiling.set_compiler_options()
     measure(argv, attention=figures)
 
 

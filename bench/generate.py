@@ -3,7 +3,7 @@
     python -m bench.generate [--toy]
 
 8 layers of width 512, vocabulary 50304, prompts of 16 tokens, greedy; 32 new tokens on a CPU, 512
-on a GPU. Both sides have the same dtype. `python -m bench.inference` measures the two-stream
+on a GPU. Both sides have the same dtype. `python -m papers.sps.inference` measures the two-stream
 methods.
 """
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ import torch
 
 import model_standard
 from bench import DEVICE, GPU, TOY_SHAPE, alternate, measure
-from common.decoding import generate
-from common.families import to_family
+from lm_architectures.decode.generation import generate
+from lm_architectures.hf.families import to_family
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
 PROMPT, NEW = 16, 512 if GPU else 32  # tokens; on a GPU many, to outweigh capturing the graph

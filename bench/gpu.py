@@ -36,11 +36,11 @@ STEPS = {  # name: (time limit in seconds, arguments of python). Compiling takes
     'scans': (50, ['-m', 'bench.scans']),
     'kernels': (130, [*TESTS, 'tests/test_triton_kernels.py', 'tests/test_attn_kernels.py', 'tests/test_gpn_scan.py',
                       '-k', 'not cpu and not compile']),
-    'inference': (70, ['-m', 'bench.inference', '--scales=xs,s', '--new=512']),  # all five scales take longer
+    'inference': (70, ['-m', 'papers.sps.inference', '--scales=xs,s', '--new=512']),  # all five scales take longer
     'generate': (70, ['-m', 'bench.generate']),
-    'context_ready': (40, ['-m', 'bench.context_ready']),
+    'context_ready': (40, ['-m', 'papers.context_ready.generation']),
     'drafting': (80, ['train.py', 'config/nextlat_small.py', '--out_dir=out/gpu_nextlat', *TRAINING]),
-    'speculative': (40, ['-m', 'analysis.speculative', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
+    'speculative': (40, ['-m', 'papers.nextlat.speculation', 'out/gpu_nextlat', '--n_prompts=16', '--prompt_tokens=64',
                           '--new_tokens=128']),
     'train_step': (50, ['-m', 'bench.train_step']),
     'tests': (70, [*TESTS, 'tests', '-k', 'cuda and not compiled']),

@@ -17,10 +17,11 @@ import torch
 
 import train
 from bench import DEVICE, GPU, TOY_SHAPE, alternate, isolated, measure, resident
-from common import gpu, machine, models, run_settings
-from common.dry_run import activation_bytes, state_bytes
-from common.files import ROOT
-from common.missing_data import assumed_data
+from lm_architectures.files import ROOT
+from lm_architectures.machine import compiling, devices
+from lm_architectures.run import models, run_settings
+from lm_architectures.run.dry_run import activation_bytes, state_bytes
+from lm_architectures.run.missing_data import assumed_data
 
 TOY = [*(f'--{name}={value}' for name, value in TOY_SHAPE.items()), '--block_size=16', '--micro_batch_size=2']
 SCALES = 's', 'xs', 'm', 'l', 'xl'
@@ -44,8 +45,8 @@ def measure_model(side: str, scale: str, toy: bool) -> list[dict]:
     args = [f'{ROOT}/config/{side}_{scale}.py', '--dry_run', *(TOY if toy else [])]
     s, given, _ = run_settings.read_settings(train.Settings, args)
     s = replace(s, batch_size=s.micro_batch_size)
-    this, config = machine.start_processes(s), run_settings.model_config(s, given, assumed_data(s, None), None)
-    this.dtype = machine.pick_dtype(s.dtype, DEVICE.type)
+    this, config = devices.start_processes(s), run_settings.model_config(s, given, assumed_data(s, None), None)
+    this.dtype = devices.pick_dtype(s.dtype, DEVICE.type)
     torch.manual_seed(s.seed)
     model = models.model_file(s.model).Model(config).to(DEVICE)
     compiled, optimizer = this.compiled(model, s.compile), train.make_optimizer(model, s)
@@ -57,7 +58,7 @@ def measure_model(side: str, scale: str, toy: bool) -> list[dict]:
     three, = alternate({side: lambda: [step() for _ in range(3)]}, rounds=1 if toy else 5, warmup=1).values()
     used = resident()['peak']
     estimate = state_bytes(on_meta, 1, False) + activation_bytes(on_meta, this.dtype, s.block_size, s.batch_size)
-    tokens_per_s, peak = 3 * s.block_size * s.batch_size / three, gpu.peak_flops(DEVICE, this.dtype)
+    tokens_per_s, peak = 3 * s.block_size * s.batch_size / three, compiling.peak_flops(DEVICE, this.dtype)
     row = {'model': side, 'T': s.block_size, 'batch': s.batch_size, 'dtype': str(this.dtype)[6:],
            'first step s': round(first, 1), 'ms': round(1e3 * three / 3, 2), 'tokens/s': round(tokens_per_s),
            'MFU': peak and round(tokens_per_s * model.flops_per_token(s.block_size) / peak, 3),

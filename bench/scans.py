@@ -12,7 +12,8 @@ import torch
 
 import train
 from bench import DEVICE, GPU, alternate, isolated, measure, resident
-from common import machine, models
+from lm_architectures.machine import devices
+from lm_architectures.run import models
 from scans import gpn
 
 BYTES = dict(vocab_size=320, n_ids=257, eos_id=None)
@@ -50,7 +51,7 @@ def make_step(name: str, form: str, batch_size: int, T: int, values: dict) -> Ca
 
 def peak_mb(*case) -> float:
     """Return the peak memory of two steps in MB. Call it in a new process."""
-    machine.start_processes(train.Settings())
+    devices.start_processes(train.Settings())
     step = make_step(*case)
     before = resident()['held']
     for _ in range(2):
@@ -79,7 +80,7 @@ def compare(name: str, batch_size: int, T: int, values: dict, toy: bool) -> dict
 
 
 def figures(toy: bool) -> Iterator[dict]:
-    machine.start_processes(train.Settings())
+    devices.start_processes(train.Settings())
     for case in TOY_CASES if toy else GPU_CASES if GPU else CASES:
         yield compare(*case, toy)
 

@@ -23,8 +23,10 @@ import bench
 import model_standard
 import train
 from bench import DEVICE, FAMILY, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
-from common import families, machine, models
-from common.settings import check_ranges
+from lm_architectures.hf import families
+from lm_architectures.machine import devices
+from lm_architectures.run import models
+from lm_architectures.settings import check_ranges
 
 SHAPE = dict(n_layer=8, n_head=8, n_embd=512)
 T, VOCABULARY = 256, 50304
@@ -57,7 +59,7 @@ def optimizer_step(model, forward: Callable, optimizer, tokens, dtype) -> Callab
 
 def our_step(model, tokens, dtype, compile: bool = False) -> Callable[[], float]:
     """Return a training step of one of our models, as in train.py."""
-    called = machine.Machine(0, 1, DEVICE).compiled(model, compile)
+    called = devices.Machine(0, 1, DEVICE).compiled(model, compile)
     optimizer = train.make_optimizer(model, train.Settings())
     return optimizer_step(model, lambda x, y: called(x, y)['loss'], optimizer, tokens, dtype)
 
@@ -128,13 +130,13 @@ def objective_step(objective: str, horizon: int, batch_size: int, vocabulary=VOC
     module = models.model_file('nextlat' if objective == 'ntp' else objective)
     model = module.Model(module.Config(**own, **shape)).to(DEVICE)
     tokens = torch.randint(0, vocabulary, (2, batch_size, tokens_per_row), device=DEVICE)
-    dtype = machine.pick_dtype('auto', DEVICE.type)
+    dtype = devices.pick_dtype('auto', DEVICE.type)
     return our_step(model, tokens, dtype, compile=GPU), model
 
 
 def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
     """Return the peak memory of three steps in bytes. Call it in a new process."""
-    machine.start_processes(train.Settings())
+    devices.start_processes(train.Settings())
     torch.zeros(1, device=DEVICE)
     before = resident()['held']
     step, _ = objective_step(objective, horizon, batch_size)
@@ -145,7 +147,7 @@ def peak_memory(objective: str, horizon: int, batch_size: int) -> int:
 
 def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
     """Yield the rows of the training-cost table. At toy size memory is not measured."""
-    machine.start_processes(train.Settings())
+    devices.start_processes(train.Settings())
     vocabulary, ntp = VOCABULARY if GPU else 320, OBJECTIVES[0]
     base = None if toy else isolated(peak_memory, *ntp, batch_size)
     for side in OBJECTIVES:
@@ -163,7 +165,7 @@ def objectives(toy: bool, batch_size: int) -> Iterator[dict]:
 # ---- the command line ----
 
 def figures(toy: bool, batch_size: int) -> Iterator[dict]:
-    machine.start_processes(train.Settings())  # both sides have the allocator and threads of train.py
+    devices.start_processes(train.Settings())  # both sides have the allocator and threads of train.py
     yield from beside_hugging_face(TOY_SHAPE if toy else SHAPE, 1 if toy else 12, batch_size)
     yield from two_streams(toy, batch_size)
 

@@ -23,7 +23,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 os.chdir(ROOT)
-sys.path[:0] = [str(ROOT), str(ROOT / 'reproduce')]
+sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():  # tests of the kernels then use Triton's interpreter
@@ -31,9 +31,9 @@ if not torch.cuda.is_available():  # tests of the kernels then use Triton's inte
 import scans
 import scans.attention  # noqa: F401  define their kernels for the interpreter
 import scans.gpn  # noqa: F401
-from common import checkpoint, models, runs
-from data.tokenizers import load_tokenizer, padded_vocab
-from data.writing import write_data
+from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
+from lm_architectures.data.text.writing import write_data
+from lm_architectures.run import checkpoint, folders, models
 
 os.environ.pop('TRITON_INTERPRET', None)
 scans.KERNELS_ON_CPU = False
@@ -96,13 +96,13 @@ def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, *
     torch.manual_seed(0)
     weights = {name: x + 0.05 * torch.randn_like(x) if x.is_floating_point() else x
                for name, x in checkpoint.checkpoint_tensors(module.Model(c)).items()}
-    runs.save_run(folder, {
+    folders.save_run(folder, {
         'model': model, 'settings': {'block_size': 64, 'eval_seed': None, 'data': ''},
         'model_config': dataclasses.asdict(c), 'versions': {},
         'data': {'folder': '', 'tokenizer': str(tokenizer), 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
                  'sha256': '', **({'ends': ends} if ends else {})}})
     checkpoint.save_checkpoint(folder, 0, weights, {'step': 0})
-    return runs.load_run(folder)[0], own
+    return folders.load_run(folder)[0], own
 
 
 def contents(folder):
@@ -215,7 +215,7 @@ def start_training(data, out, *args, processes=1):
 
 def losses(out):
     """Return {step: (loss, val, lr, grad_norm)} from the log of a run."""
-    return {r['step']: (r['loss'], r.get('val', 0), r['lr'], r['grad_norm']) for r in runs.read_log(out)}
+    return {r['step']: (r['loss'], r.get('val', 0), r['lr'], r['grad_norm']) for r in folders.read_log(out)}
 
 
 def succeeded(result):

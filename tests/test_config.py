@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT
 
 import train
-from common import models, run_settings, runs
-from common.files import UserError, command
-from common.settings import load_settings
+from lm_architectures.files import UserError, command
+from lm_architectures.run import folders, models, run_settings
+from lm_architectures.settings import load_settings
 
 
 @dataclass
@@ -113,7 +113,7 @@ def test_sps_runs_decay_and_evaluate_like_the_official_code():
         assert train.learning_rate(s, decay) == pytest.approx(6e-4) and train.learning_rate(s, 1.01 * decay) < 5.8e-4
         assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
         assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)
-    assert '--max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'reproduce/sps.py').read_text()  # 20M tokens
+    assert '--max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'papers/sps/reproduce.py').read_text()  # 20M tokens
 
 
 def test_a_missing_config_file_suggests_the_nearest_in_any_working_directory(tmp_path, monkeypatch):
@@ -142,16 +142,16 @@ def test_help_lists_every_setting_with_type_default_and_comment(capsys):
 # ---- config.json ----
 
 @pytest.mark.parametrize('place', ['model', 'settings', 'model_config', 'data', 'settings.block_size',
-                                   'data.tokenizer', 'data.n_ids', 'data.eos_id', 'data.sha256', *runs.OPTIONAL_KEYS])
+                                   'data.tokenizer', 'data.n_ids', 'data.eos_id', 'data.sha256', *folders.OPTIONAL_KEYS])
 def test_missing_or_bad_fields_of_config_json_are_named(tmp_path, place):
     record = {'model': 'standard', 'settings': {'block_size': 32, 'eval_seed': None}, 'model_config': {},
               'data': {'tokenizer': 'byte', 'n_ids': 257, 'eos_id': 256, 'bos': False, 'sha256': ''}, 'versions': {}}
     (tmp_path / 'config.json').write_text(json.dumps(record))
-    assert runs.read_run(tmp_path) == record | {'code': None}
+    assert folders.read_run(tmp_path) == record | {'code': None}
     part, _, key = place.rpartition('.')
     owner = record[part] if part else record
     values = [owner | {key: []}, owner | {key: None}, {name: owner[name] for name in owner if name != key}]
-    for damaged in values[:2] if place in runs.OPTIONAL_KEYS else values:
+    for damaged in values[:2] if place in folders.OPTIONAL_KEYS else values:
         (tmp_path / 'config.json').write_text(json.dumps(record | {part: damaged} if part else damaged))
         with pytest.raises(UserError, match=key):
-            runs.read_run(tmp_path)
+            folders.read_run(tmp_path)

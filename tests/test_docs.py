@@ -12,7 +12,7 @@ from conftest import run_subprocess
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ['README.md', 'RESULTS.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 SCRIPTS = [f'reproduce/{name}.py' for name in ('sps', 'nextlat', 'gpn', 'context_ready')]  # they print commands
-ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'common/settings.py', 'common/runs.py']
+ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'lm_architectures/settings.py', 'lm_architectures/run/folders.py']
 
 
 def commands(page):
@@ -33,7 +33,7 @@ def test_commands_on_the_pages_exist(page):
             wrong.append(name)
             continue
         sources = [script, *(ROOT / path for path in ALL_SETTINGS if name == 'train.py' or 'compare' in name)]
-        sources += [ROOT / 'data/sources.py'] * (name == 'prepare_fineweb.py')  # its Settings extend Reading
+        sources += [ROOT / 'lm_architectures/data/text/sources.py'] * (name == 'prepare_fineweb.py')  # its Settings extend Reading
         code = '\n'.join(path.read_text() for path in sources)
         wrong += [f'{name} --{option}' for option in re.findall(r'--(\w+)', arguments) if not re.search(
             rf'\b{option}\b', code) and option not in ('help', 'toy')]
@@ -55,7 +55,7 @@ def test_the_map_is_read_without_running_code_of_its_pickle(tmp_path, monkeypatc
 
 
 def test_commands_of_a_paper_run_in_order_and_runs_are_resumed(tmp_path, monkeypatch, capfd):
-    import commands as of_papers
+    from papers import commands as of_papers
     monkeypatch.setattr(of_papers, 'ROOT', tmp_path)
     (tmp_path / 'out/y').mkdir(parents=True)
     (tmp_path / 'train.py').write_text('import sys\nopen("out/y/config.json", "w").close()\n'

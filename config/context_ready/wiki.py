@@ -3,7 +3,8 @@
 # even size, which only 1 or 223 heads give); the tokenizer:
 # hf download wikimedia/wikipedia --repo-type=dataset --include='20231101.en/*' \
 #     --local-dir=wikipedia
-# python -m data.train_tokenizer wikipedia --vocab_size=16000 --out=bpe16k.json
+# python -m lm_architectures.data.text.train_tokenizer wikipedia --vocab_size=16000 \
+#     --out=bpe16k.json
 from config.context_ready.owt import *
 
 data = 'data/built/wikipedia'

@@ -1,6 +1,6 @@
 # GPN+M, one layer (129.2M): GPN paper, sections 4 and 5. FineWeb-Edu-10B in LLaMA-2 tokens, bos and
-# eos around each document as in the official code. The tokenizer (docs/gpn.md): hf download
-# meta-llama/Llama-2-7b-hf tokenizer.model --local-dir=.
+# eos around each document as in the official code. The tokenizer (papers/gpn/README.md):
+# hf download meta-llama/Llama-2-7b-hf tokenizer.model --local-dir=.
 model = 'gpn'
 data = 'data/built/fineweb_edu_llama2'
 make_data = ('python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos '

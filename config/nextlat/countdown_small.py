@@ -1,5 +1,6 @@
 # Small Countdown for two cores: NextLat; baseline: --objective=ntp. Integers above 999 have no
-# token, so the head has a tenth of the paper's rows. Muon instead of AdamW: see docs/nextlat.md.
+# token, so the head has a tenth of the paper's rows. Muon instead of AdamW: see
+# papers/nextlat/README.md.
 from config.nextlat.countdown import *
 
 data = 'countdown:largest=999,train_rows=100_000,val_rows=500'

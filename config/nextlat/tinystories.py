@@ -3,7 +3,7 @@
 # tinystories_bst. Ablations: --lambda_kl=0; --lambda_h=0; --token_loss=ce --stop_head=False;
 # --stop_target=False; --stop_head=False. The text is inferred: 2.7M stories are the second version
 # of TinyStories, a file of the repository whose rows are the first version (2.12M). 6.55B tokens
-# are 8.5 epochs of it. File and tokenizer: reproduce/nextlat.py.
+# are 8.5 epochs of it. File and tokenizer: papers/nextlat/reproduce.py.
 model = 'nextlat'
 data = 'data/built/tinystories'
 make_data = ("python prepare_fineweb.py TinyStoriesV2-GPT4-train.txt --split_at='<|endoftext|>' "

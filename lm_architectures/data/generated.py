@@ -1,0 +1,188 @@
+"""Synthetic tasks: built-in data that is not stored; `Generated` creates rows when they are read.
+
+A task's file has a dataclass Task, whose fields are options: 'path_star:degree=2,length=5'. It has
+
+    symbols                     text of each token id; the next id is eos, used in packed rows
+    row_tokens                  tokens per row, T + 1: T inputs and, shifted by one, T targets
+    train_rows, val_rows        rows of the fixed training set (None: unlimited); held-out rows
+    row(rng)                    a row's ids (T + 1,); depends only on the numpy generator
+    counted(idx)                (B, T) bool: positions whose targets count; other targets are -1
+    score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
+
+and optionally
+
+    val_row(rng)                a held-out row, if they have another distribution
+    targets(rows)               replaces `counted`: targets (B, T) of rows (B, T + 1)
+    symbol_options              options that the symbols depend on (default: all but train_rows,
+                                val_rows). Runs can be evaluated on data where these are equal
+"""
+import hashlib
+import math
+import re
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from lm_architectures.data.names import task_class
+from lm_architectures.data.text.shards import shuffled
+from lm_architectures.decode.generation import generate
+from lm_architectures.files import UserError
+from lm_architectures.settings import Text, check_ranges, make_settings
+
+SOLVED = 0.99  # from this accuracy on, a task, or a level of it, is solved
+MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
+
+
+# ---- a task by name ----
+
+def make_task(name: str):
+    """Create the Task for 'task' or 'task:option=value,...'. UserError for invalid options.
+
+    The values of a tuple are joined by -, as in 'recall:distances=8-16'.
+    """
+    Task, values = task_class(name), {}
+    for option in filter(None, name.partition(':')[2].split(',')):
+        key, _, text = option.partition('=')
+        is_tuple = isinstance(getattr(Task, key, None), tuple)
+        values[key] = Text(text.replace('-', ',') if is_tuple else text)
+    task = make_settings(Task, values, f'in data {name!r}')
+    check_ranges(task, train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
+    return task
+
+
+def symbol_tokenizer(name: str) -> dict:
+    """Return the fields of a task's Tokenizer: a token per symbol, a word, `||` or a character.
+
+    Spaces and commas separate symbols. Decoding puts a space before each symbol.
+    """
+    symbols = make_task(name).symbols
+    id_of = {symbol: i for i, symbol in enumerate(symbols)}
+    pattern = symbol_pattern(symbols)
+
+    def encode(text):
+        found = re.findall(pattern, text)
+        for symbol in found:
+            if symbol not in id_of:
+                raise UserError(f'unknown symbol {symbol!r} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
+        return [id_of[symbol] for symbol in found]
+    return {'n_ids': len(symbols) + 1, 'eos_id': len(symbols), 'encode': encode,
+            'token_bytes': lambda i: f' {symbols[i]}'.encode() if i < len(symbols) else b''}
+
+
+def symbol_pattern(symbols: list[str]) -> str:
+    """Return a regular expression that matches one symbol."""
+    return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
+
+
+# ---- their rows as data ----
+
+class Generated:
+    """Rows of a synthetic task, generated when they are read, with the methods of Data.
+
+    A row depends on its split and number. Unlimited training rows also depend on the seed. A fixed
+    training set is the same for all seeds; only its order changes.
+    """
+
+    def __init__(self, name):
+        self.task, kind = make_task(name), name.partition(':')[0]
+        values = {f.name: getattr(self.task, f.name) for f in fields(self.task)}
+        options = {key: f'{key}={"-".join(map(str, value)) if isinstance(value, tuple) else value}'
+                   for key, value in values.items()}
+        all_but_rows = [key for key in options if not key.endswith('_rows')]
+        symbol_options = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
+        self.folder = f'{kind}:{",".join(options.values())}'
+        self.tokenizer = f'{kind}:{",".join(symbol_options)}' if symbol_options else kind
+        self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
+        self.T = self.task.row_tokens - 1
+        n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
+        self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
+        n_kept = self.task.train_rows or 0
+        if n_kept * self.task.row_tokens > MAX_CACHED_IDS:
+            n_kept = 0
+        self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of the options and some rows, which a resumed run compares."""
+        rows = np.concatenate([self.rows(split, range(8), 0) for split in self.splits])
+        return hashlib.sha256(self.folder.encode() + rows.astype('<i8').tobytes()).hexdigest()
+
+    def verify(self):
+        """Do nothing: no data is stored."""
+
+    def rows(self, split: str, numbers, seed: int) -> np.ndarray:
+        """Return the rows of a split with these numbers, int64 (len(numbers), T + 1)."""
+        is_fresh = split == 'train' and self.task.train_rows is None
+        make_row = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
+
+        def make(numbers):
+            return [make_row(np.random.default_rng([split == 'val', seed if is_fresh else 0, i]))
+                    for i in numbers.tolist()]
+        numbers = np.asarray(numbers)
+        if split == 'val' or numbers.max() >= len(self.kept):
+            return np.stack(make(numbers)).astype(np.int64)
+        new = np.unique(numbers[~self.is_kept[numbers]])
+        if len(new):
+            self.kept[new], self.is_kept[new] = make(new), True
+        return self.kept[numbers].astype(np.int64)
+
+    def tokens(self, split: str, start: int, count: int) -> np.ndarray:
+        """Return `count` ids from position `start` of a split's rows, in order (seed 0)."""
+        n = self.T + 1
+        begin, end = start // n, math.ceil((start + count) / n)
+        return self.rows(split, range(begin, end), 0).ravel()[start - begin * n:][:count]
+
+    def n_rows(self, split: str, T: int) -> float:
+        """Return the number of rows of a split, infinite if unlimited. T must be the task's T."""
+        if T != self.T:
+            raise UserError(f'block_size is {T}, but rows of {self.folder} have {self.T} inputs: set '
+                            f'block_size to {self.T}')
+        n_rows = self.splits[split]['documents']
+        return math.inf if n_rows is None else n_rows
+
+    def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
+        """Return idx, targets (part of batch_size, T) int64, a pure function of the arguments."""
+        numbers, n = np.arange(step * batch_size, (step + 1) * batch_size)[part], self.n_rows('train', T)
+        if n < math.inf:
+            numbers, _ = shuffled(numbers, n, seed)
+        return self._batch(self.rows('train', numbers, seed))
+
+    def val_batch(self, numbers, T: int, seed: int | None = None) -> tuple:
+        """Return idx, targets (len(numbers), T) int64 of these held-out rows. Ignores the seed."""
+        return self._batch(self.rows('val', numbers, 0))
+
+    def _batch(self, rows):
+        rows = torch.from_numpy(rows)
+        idx = rows[:, :-1]
+        if hasattr(self.task, 'targets'):
+            return idx, self.task.targets(rows)
+        return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
+
+    def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
+        """Return the first held-out row up to its last answer, and that answer's length.
+
+        If every position has an answer: all inputs, and 1.
+        """
+        idx, targets = self.val_batch([0], T)
+        last = int((targets[0] >= 0).nonzero()[-1])
+        before = (targets[0, :last] < 0).nonzero()
+        prompt_tokens = int(before[-1]) + 2 if len(before) else last + 1
+        return idx[0, :prompt_tokens].tolist(), last + 2 - prompt_tokens
+
+    def score(self, model, device, batch_size: int) -> dict[str, float]:
+        """Return the exact scores {name: value} of a model in eval mode on all held-out rows."""
+        idx, targets = self.val_batch(range(self.task.val_rows), self.T)
+        return self.task.score(model, idx, targets, device, batch_size)
+
+
+@torch.no_grad()
+def greedy_tokens(model, idx, device, batch_size: int) -> torch.Tensor:
+    """Return the argmax token at each position: idx (n, T) -> (n, T) int64, on the CPU."""
+    return torch.cat([model.logits(part.to(device)).argmax(-1).cpu() for part in idx.split(batch_size)])
+
+
+def greedy_answers(model, prompts: list[list[int]], n_new: int, batch_size: int, eos_id: int | None = None) -> list:
+    """Return the greedy continuation of each prompt: lists of up to n_new ids."""
+    return [ids for start in range(0, len(prompts), batch_size)
+            for ids in generate(model, prompts[start:start + batch_size], n_new, temperature=0, eos_id=eos_id)]

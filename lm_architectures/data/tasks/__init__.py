@@ -1,0 +1,1 @@
+"""Built-in data, a text or a synthetic task in each file."""

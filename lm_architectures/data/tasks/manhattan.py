@@ -1,0 +1,189 @@
+"""Random walks in a city of one-way streets, which a model must learn (NextLat's world modeling).
+
+    python train.py --data=manhattan:grid=10 --block_size=256 ...               options: see Task
+    python train.py --data=manhattan:edges=FILE.json --block_size=256 ...       a city of your own
+
+A walk is written as start, destination, turns and the end of text:
+
+    0_0 3_2 E E E N N
+
+A row is a sequence of walks, the last one cut off. `--mask_documents=True`, the default, separates
+them. Start and destination do not count, because they cannot be predicted. Walks have 1 to 100
+steps, uniformly (inferred from the paper's counts of walks and tokens). About one in twenty pairs
+of start and destination is in no row; the score `valid` tests paths between these.
+
+A city file is {"edges": [[node, direction, neighbor], ...]}: nodes are numbers or words,
+directions words such as NE, and a node has at most one edge per direction. docs/data.md tells how
+to get the paper's Manhattan. Without a file: a grid of `grid` streets each way, in alternating
+directions; the outer four form a ring, so every place can be reached.
+"""
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+import torch
+
+from lm_architectures.data.generated import greedy_answers, greedy_tokens
+from lm_architectures.data.names import MissingData
+from lm_architectures.files import UserError
+from lm_architectures.settings import check_ranges
+
+HELD_OUT = 13  # of every 256 pairs of start and destination, on average
+
+
+@dataclass
+class Task:
+    edges: str | None = None  # JSON file of a city; None: a generated grid
+    grid: int = 10  # streets in each direction of the generated grid; must be even
+    steps: int = 100  # maximum steps per walk
+    length: int = 256  # inputs per row, T
+    max_distance: int = 50  # maximum shortest-path length between pairs in the score `valid`
+    pairs: int = 1000  # held-out pairs of start and destination in the score `valid`
+    train_rows: int | None = 18_359_375  # rows in the training set, 4.7B tokens; None: unlimited
+    val_rows: int = 256  # held-out rows for validation loss and next-token score
+
+    symbol_options = 'edges', 'grid'
+
+    def __post_init__(self):
+        check_ranges(self, grid=(2, 100), steps=(1, 10_000), length=(4, 1_000_000), max_distance=(1, 10_000),
+                     pairs=(1, 10 ** 6))
+        if self.grid % 2:
+            raise UserError(f'grid is {self.grid}: expected an even number, so that every place is reachable')
+        edges = one_way_grid(self.grid) if self.edges is None else read_edges(self.edges)
+        directions = sorted({direction for _, direction, _ in edges})
+        self.nodes = sorted({node for a, _, b in edges for node in (a, b)})
+        self.symbols = [*directions, *self.nodes]
+        self.first_node, self.end = len(directions), len(self.symbols)
+        node_id = {node: i for i, node in enumerate(self.nodes)}
+        self.neighbor = np.full((len(self.nodes), len(directions)), -1)  # [node, direction]; -1: no street
+        for a, direction, b in edges:
+            self.neighbor[node_id[a], directions.index(direction)] = node_id[b]
+        self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbor.tolist()]
+        self.starts = [node for node, exits in enumerate(self.exits) if exits]
+        n = len(self.nodes)
+        self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < HELD_OUT
+        if all(a == b or self.is_held_out[a, b] for a, exits in enumerate(self.exits) for _, b in exits):
+            raise UserError(f'all pairs of neighbors in {self.edges} are held out: expected a larger city')
+        self.row_tokens = self.length + 1
+
+    def row(self, rng: np.random.Generator) -> np.ndarray:
+        """Return packed random walks: ids (T + 1,)."""
+        ids = []
+        while len(ids) < self.row_tokens:
+            ids += self._walk(rng)
+        return np.array(ids[:self.row_tokens])
+
+    def _walk(self, rng) -> list[int]:
+        """Return the ids of a random walk whose (start, end) pair is not held out."""
+        while True:
+            start = node = self.starts[rng.integers(len(self.starts))]
+            turns = []
+            for choice in rng.random(rng.integers(1, self.steps + 1)).tolist():
+                if not self.exits[node]:
+                    break
+                turn, node = self.exits[node][int(choice * len(self.exits[node]))]
+                turns.append(turn)
+            if node != start and not self.is_held_out[start, node]:
+                return [self.first_node + start, self.first_node + node, *turns, self.end]
+
+    def counted(self, idx):
+        """Return a mask (B, T) of idx (B, T): destinations and turns, before a turn or the end."""
+        is_node = (idx >= self.first_node) & (idx < self.end)
+        is_destination = torch.zeros_like(is_node)
+        is_destination[:, 1:] = is_node[:, 1:] & is_node[:, :-1]
+        return is_destination | (idx < self.first_node)
+
+    def score(self, model, idx, targets, device, batch_size):
+        """Return {'next_token': fraction of legal argmax tokens, 'valid': fraction of valid paths}.
+
+        A turn is legal if the street exists, the end if it is at the destination. Paths between
+        held-out pairs are decoded greedily, and valid if all turns and the end are legal.
+        """
+        is_legal = self.legal(idx, greedy_tokens(model, idx, device, batch_size))[targets >= 0]
+        prompts = [[self.first_node + node for node in pair] for pair in self.held_out_pairs]
+        ways = greedy_answers(model, prompts, self.steps + 1, batch_size, eos_id=self.end)
+        valid = [self.is_valid(*pair, way) for pair, way in zip(self.held_out_pairs, ways)]
+        return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
+
+    def legal(self, idx, tokens):
+        """Return a mask (B, T) of tokens (B, T) that may follow idx (B, T), valid where `counted`.
+
+        idx begins with the start of a walk.
+        """
+        idx, tokens = np.asarray(idx), np.asarray(tokens)
+        found, node, goal = np.zeros(idx.shape, bool), *np.zeros((2, len(idx)), int)
+        was_node = np.zeros(len(idx), bool)
+        for t in range(idx.shape[1]):
+            x, y = idx[:, t], tokens[:, t]
+            is_turn, is_node = x < self.first_node, (x >= self.first_node) & (x < self.end)
+            goal = np.where(is_node & was_node, x - self.first_node, goal)
+            node = np.where(is_node & ~was_node, x - self.first_node, node)
+            node[is_turn] = self.neighbor[node[is_turn], x[is_turn]]
+            turn_exists = self.neighbor[node, np.minimum(y, self.first_node - 1)] >= 0
+            found[:, t] = np.where(y < self.first_node, turn_exists, (y == self.end) & (node == goal))
+            was_node = is_node
+        return torch.from_numpy(found)
+
+    def is_valid(self, node: int, goal: int, ids: list[int]) -> bool:
+        """Return True if ids are streets from a node to the goal, followed by the end."""
+        idx = [self.first_node + node, self.first_node + goal, *ids[:-1]]
+        return ids[-1] == self.end and bool(self.legal([idx], [[self.end, *ids]])[0, 1:].all())
+
+    def distances_to(self, goals) -> np.ndarray:
+        """Return shortest-path lengths (n goals, n nodes) to each goal, inf where there is none."""
+        from scipy.sparse import csr_matrix  # here, because the import is slow
+        from scipy.sparse.csgraph import dijkstra
+        n = len(self.nodes)
+        a, turn = (self.neighbor >= 0).nonzero()
+        backwards = csr_matrix((np.ones(len(a)), (self.neighbor[a, turn], a)), shape=(n, n))
+        return dijkstra(backwards, indices=goals, unweighted=True)
+
+    @cached_property
+    def held_out_pairs(self) -> list[tuple[int, int]]:
+        """Return up to `pairs` held-out (start, goal) pairs at random, within reach."""
+        goals = np.random.default_rng(1).permutation(len(self.nodes))
+        distance = self.distances_to(goals)
+        farthest = min(self.max_distance, self.steps)
+        within = (distance >= 1) & (distance <= farthest) & self.is_held_out.T[goals]
+        goal, start = within.nonzero()
+        if not len(goal):
+            raise UserError(f'the city has no held-out pair of places up to {farthest} streets apart: give a '
+                            'larger one')
+        order = np.random.default_rng(2).permutation(len(goal))[:self.pairs]
+        return list(zip(start[order].tolist(), goals[goal[order]].tolist()))
+
+
+def one_way_grid(n: int) -> list[tuple[str, str, str]]:
+    """Return edges (node, direction, neighbor) of an n x n grid of nodes x_y.
+
+        <---<---<---<
+        v   ^   v   ^
+        >--->--->--->
+    Shown: rows 1 and 0 of n = 4. For even n, the outer streets form a ring.
+    """
+    edges = []
+    for x, y in product(range(n), range(n)):
+        across = ('E', x + 1, y) if y % 2 == 0 else ('W', x - 1, y)
+        along = ('S', x, y - 1) if x % 2 == 0 else ('N', x, y + 1)
+        edges += [(f'{x}_{y}', direction, f'{a}_{b}') for direction, a, b in (across, along)
+                  if 0 <= a < n and 0 <= b < n]
+    return edges
+
+
+def read_edges(path: str) -> list[tuple[str, str, str]]:
+    """Return the edges of a city from a JSON file, as text. UserError if it is malformed."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            edges = [(str(a), str(direction), str(b)) for a, direction, b in json.load(file)['edges']]
+        nodes, directions = {node for a, _, b in edges for node in (a, b)}, {direction for _, direction, _ in edges}
+        if (not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions)
+                or len({(a, direction) for a, direction, _ in edges}) < len(edges)):
+            raise ValueError('a word is missing or misplaced, or two edges leave a node in the same direction')
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        kind = MissingData if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f'edges = {path} is not a city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
+                   'direction, neighbor], ...]}, words or numbers; leave out edges for a grid')
+    return edges

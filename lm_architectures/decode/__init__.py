@@ -1,0 +1,1 @@
+"""Generating text from any model, and speculative decoding."""

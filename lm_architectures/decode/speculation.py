@@ -1,0 +1,276 @@
+"""Speculative decoding: `speculative_generate`.
+
+Each round drafts n tokens, feeds the last token and the draft to the model in one `extend`, keeps
+the tokens that `verify` accepts, and samples one more. The text has the same distribution as plain
+decoding, whatever the draft.
+
+Read `verify` first, then `speculative_steps`. Drafts come from `SelfDrafter` or `ModelDrafter`.
+"""
+from collections import Counter
+from collections.abc import Iterator
+from math import inf
+from typing import Literal
+
+import torch
+
+from lm_architectures.decode import generation
+from lm_architectures.files import UserError
+
+# draft_len 'auto' stops when the product of confidences falls below this value, as in EAGLE-2 and,
+# for single tokens, Hugging Face. The confidence is the probability of the most likely token: that
+# of the sampled one says little about acceptance at temperature 1.
+AUTO_CONFIDENCE = 0.02
+MAX_AUTO_DRAFT = 16  # maximum draft with draft_len 'auto'
+MAX_DRAFT = 1000  # maximum of any draft_len
+DraftLen = int | Literal['auto']
+
+
+def verify(p, q, drafts, lengths, uniform, noise) -> tuple[torch.Tensor, torch.Tensor]:
+    """Speculative sampling (Leviathan et al. 2022). Returns accepted counts and next tokens (B,).
+
+    p (B, n + 1, V): the model's distributions. q (B, n, V): those that drafts (B, n) were sampled
+    from; only the first lengths (B,) tokens count. Token x is accepted with probability min(1, p(x)
+    / q(x)). The first rejected token is replaced by a sample from max(p - q, 0), normalized; if all
+    are accepted, one more is sampled from p. uniform (B, n) in [0, 1). noise (B, V): see `draw`.
+    """
+    batch_idx, n = torch.arange(len(p), device=p.device), drafts.shape[1]
+    if n == 0:
+        return torch.zeros_like(lengths), generation.draw(p[:, 0], noise)
+    p_draft, q_draft = (x[:, :n].gather(-1, drafts.unsqueeze(-1)).squeeze(-1) for x in (p, q))
+    counted = torch.arange(n, device=p.device) < lengths[:, None]
+    accepted = (accepts(p_draft, q_draft, uniform) & counted).long().cumprod(1).sum(1)
+    p_next = p[batch_idx, accepted]
+    rest = (p_next - q[batch_idx, accepted.clamp(max=n - 1)]).clamp(min=0)
+    is_rejected = (accepted < lengths) & (rest.sum(-1) > 0)  # the sum may round to 0
+    return accepted, generation.draw(torch.where(is_rejected[:, None], rest, p_next), noise)
+
+
+def accepts(p, q, uniform) -> torch.Tensor:
+    """Return True where the drafted token is accepted: p, q are target and draft probabilities."""
+    return uniform * q < p
+
+
+@torch.autocast('cpu', enabled=False)  # see `generate`
+def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int,
+                         **options) -> tuple[list[list[int]], 'DraftStatistics']:
+    """`generate` with drafts: same distribution, fewer steps. Returns new ids and DraftStatistics.
+
+    options: see `speculative_steps`.
+    """
+    statistics = DraftStatistics()
+    *_, new = speculative_steps(model, prompts, max_new_tokens, statistics, **options)
+    return new, statistics
+
+
+@torch.inference_mode()
+def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, statistics: 'DraftStatistics', *,
+                      draft=None, draft_len='auto', seed=0, eos_id=None, finished=None,
+                      **sampling) -> Iterator[list[list[int]]]:
+    """`generation_steps` with drafts. Yields the new ids so far, after each round.
+
+    statistics: is added to. draft: a second model with the same vocabulary; None: the model drafts
+    for itself. draft_len: tokens per draft, or 'auto' (see `draft_tokens`). Greedy texts equal
+    those of `generate` unless rounding breaks a tie between two logits. Raises UserError like
+    `generation_steps` and `longest_draft`.
+    """
+    longest = longest_draft(model, draft, draft_len)
+    room = max_new_tokens + longest + 2
+    cache = generation.allocate_cache(model, prompts, room, longest + 1)
+    plain = generation.Decoder(model, prompts, cache, seed, sampling)
+    texts = generation.GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished)
+    for b, token in enumerate(plain.tokens.tolist()):
+        texts.add(b, [token])
+    drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, room, longest + 1)
+    decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
+    yield texts.new
+    while any(texts.live):
+        room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
+        most = longest if device.type == 'cuda' else min(longest, max(room))  # the same length reuses one CUDA graph
+        live = torch.tensor(texts.live, device=device)
+        n = draft_tokens(decoder, most, live, AUTO_CONFIDENCE if draft_len == 'auto' else 0)
+        lengths = [min(n, tokens) for tokens in room]
+        decoder.verify(n, torch.tensor(lengths, device=device), live)
+        accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
+        for b, is_live in enumerate(texts.live):
+            if is_live:
+                statistics.add(lengths[b], accepted[b])
+                texts.add(b, drafts[b][:accepted[b]] + [token[b]])
+        yield texts.new
+
+
+def draft_tokens(decoder, longest: int, live, least: float) -> int:
+    """Draft up to `longest` tokens and return how many.
+
+    Stops when the product of confidences, averaged over the live rows (B,), falls below `least`:
+    rows share a round, so they share its length. Whether to draft a token depends only on the
+    tokens before it, so the distribution of the texts is unchanged.
+    """
+    for n in range(longest):
+        decoder.draft(n)
+        if least and decoder.confidences[live, :n + 1].prod(1).mean() < least:
+            return n + 1
+    return longest
+
+
+def longest_draft(model, draft, draft_len: DraftLen) -> int:
+    """Return the maximum draft for a draft_len. UserError if invalid or too long for the model."""
+    if draft_len != 'auto' and not (isinstance(draft_len, int) and 1 <= draft_len <= MAX_DRAFT):
+        raise UserError(f"draft_len is {draft_len!r}: expected 'auto' or 1 to {MAX_DRAFT} tokens")
+    if draft is not None and draft.config.vocab_size != model.config.vocab_size:
+        raise UserError(f'the draft model has vocab_size {draft.config.vocab_size}, but the model has '
+                        f'{model.config.vocab_size}: use a draft model with the same vocabulary')
+    most = inf if draft is not None else getattr(model, 'longest_draft', 0)
+    if most < 1:
+        raise UserError(f'{type(model).__module__} cannot draft for itself: give a draft model, '
+                        '--draft=RUN')
+    longest = min(most, MAX_AUTO_DRAFT) if draft_len == 'auto' else draft_len
+    if longest > most:
+        raise UserError(f'draft_len is {draft_len}: this model can draft at most {most} tokens')
+    return longest
+
+
+class SpeculativeDecoder:
+    """Decode a draft and one more token per row and round.
+
+    On a GPU, each draft step and each verification is a CUDA graph.
+    """
+
+    def __init__(self, plain, drafter, longest):
+        """plain: a `Decoder` that has prefilled the prompts. longest: maximum draft length."""
+        self.plain, self.drafter, self.token = plain, drafter, plain.tokens
+        (B, V), device = plain.noise.shape, plain.noise.device
+        self.uniform = torch.full((B, longest), 0.5, device=device)
+        self.drafts = torch.zeros(B, longest, dtype=torch.int64, device=device)
+        self.probs = torch.zeros(B, longest, V, device=device)  # distribution of each drafted token
+        self.confidences = torch.zeros(B, longest, device=device)  # maximum probability, before the filters
+        self.lengths, self.accepted = torch.zeros_like(self.token), torch.zeros_like(self.token)
+        self.live = torch.ones_like(self.token, dtype=torch.bool)
+
+    def refresh(self):
+        """Draw new random numbers unless decoding is greedy."""
+        self.plain.refresh_noise()
+        if not self.plain.is_greedy:
+            self.uniform.uniform_(generator=self.plain.generator)
+
+    def draft(self, i):
+        """Draft token i of the round. Call with i = 0, 1, ... in order."""
+        def pick(logits):
+            self.confidences[:, i] = logits.float().softmax(-1).amax(-1)
+            probs = generation.token_probs(logits, **self.plain.filters)
+            return generation.draw(probs, self.plain.noise), probs
+
+        def step():
+            before = self.token if i == 0 else self.drafts[:, i - 1]
+            self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
+        self.refresh()
+        self.plain.run(('draft', i), step, step, [self.drafter.model])  # a drafter's step is idempotent
+
+    def verify(self, n, lengths, live):
+        """Verify n drafted tokens; the first `lengths` (B,) count. Rows not `live` (B,) are kept.
+
+        Sets `accepted`, the number of accepted tokens of `drafts`, and `token`, the one after them.
+        """
+        self.lengths.copy_(lengths)
+        self.live.copy_(live)
+        before, drafts, cache = self.token.clone(), self.drafts[:, :n], self.plain.cache
+
+        def step():
+            tokens = torch.cat([self.token[:, None], drafts], 1)
+            logits = self.plain.model.extend(tokens, cache, self.lengths + 1, all_positions=True)
+            p, q = generation.token_probs(logits, **self.plain.filters), self.probs[:, :n]
+            accepted, token = verify(p, q, drafts, self.lengths, self.uniform[:, :n], self.plain.noise)
+            cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
+            self.accepted.copy_(accepted)
+            self.token.copy_(token)
+
+        def warm_up():
+            self.live.zero_()  # so that step's own rollback removes all tokens that it fed
+            step()
+            self.live.copy_(live)
+            self.token.copy_(before)
+        self.refresh()
+        self.plain.run(('verify', n), step, warm_up, [self.drafter.model])
+        self.drafter.end_round(n, drafts, self.accepted, self.live)
+
+
+# ---- sources of drafts ----
+
+class SelfDrafter:
+    """Drafts from the model itself, through its `draft`. `step` is idempotent."""
+
+    def __init__(self, model, cache):
+        self.model, self.cache = model, cache
+
+    def step(self, i, token, pick):
+        """Draft token i, after `token` (B,). Returns it (B,) and its distribution (B, V)."""
+        self.cache.drafted = i  # replayed CUDA graphs do not advance it
+        tokens, probs = self.model.draft(token, self.cache, 1, pick)
+        return tokens[:, 0], probs[:, 0]
+
+    def end_round(self, n, drafts, accepted, live):
+        """Roll back to the first accepted (B,) of the drafts (B, n); fully in rows not live."""
+
+
+class ModelDrafter:
+    """Drafts from another model, of any architecture.
+
+    A cache can only roll back its last call, so each step feeds the whole draft so far in one call.
+    This costs little more than feeding its last token.
+    """
+
+    def __init__(self, model, prompts, room, max_call):
+        """room: number of tokens after the prompts that the cache must hold."""
+        self.model, device = generation.decodable(model), next(model.parameters()).device
+        self.cache = generation.allocate_cache(model, prompts, room, max_call)
+        tokens, lengths = generation.pad(prompts, device)
+        generation.check_logits(self.model.extend(tokens, self.cache, lengths))
+        self.to_feed = torch.zeros(len(prompts), max_call, dtype=torch.int64, device=device)
+        self.n_unread = torch.ones_like(lengths)  # 1 or 2 text tokens that are not in the cache yet
+        self.n_held = torch.zeros_like(lengths)  # tokens of to_feed already in the cache
+        self.batch_idx = torch.arange(len(prompts), device=device)
+
+    def step(self, i, token, pick):
+        """See `SelfDrafter.step`."""
+        self.to_feed[self.batch_idx, self.n_unread + i - 1] = token
+        self.cache.rollback(self.n_held)
+        width = i + (int(self.n_unread.max()) if token.device.type == 'cpu' else 2)
+        self.n_held.copy_(self.n_unread + i)
+        return pick(self.model.extend(self.to_feed[:, :width], self.cache, self.n_held))
+
+    def end_round(self, n, drafts, accepted, live):
+        """See `SelfDrafter.end_round`."""
+        if n == 0:  # every text is at its last token
+            return
+        self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.n_held))
+        self.n_held.zero_()
+        self.to_feed[:, 0] = drafts[:, n - 1]  # unread if all were accepted, else overwritten by the next step
+        self.n_unread.copy_(1 + (accepted == n).long())  # in place, for CUDA graphs
+
+
+class DraftStatistics:
+    """Counts over all rows: `rounds`, `drafted` tokens. Each round also generates one more token.
+
+    By position: `accepted_at`, and `tried_at` for tokens whose predecessors were all accepted.
+    """
+
+    def __init__(self):
+        self.rounds = self.drafted = 0
+        self.tried_at, self.accepted_at = Counter(), Counter()
+
+    def add(self, length: int, accepted: int) -> None:
+        """Count one row's draft of `length` tokens, of which the first `accepted` were accepted."""
+        self.rounds += 1
+        self.drafted += length
+        self.tried_at.update(range(min(length, accepted + 1)))
+        self.accepted_at.update(range(accepted))
+
+    @property
+    def accepted_per_step(self) -> float:
+        return self.accepted_at.total() / max(1, self.rounds)
+
+
+def validation_drafts(model, data, block_size: int, n_prompts: int, seed: int = 0) -> DraftStatistics:
+    """Continue halves of validation windows, with drafts of up to 5 tokens."""
+    T = block_size // 2
+    prompts = data.val_batch(range(min(n_prompts, data.n_rows('val', T))), T)[0].tolist()
+    return speculative_generate(model, prompts, block_size - T, draft_len=min(5, model.longest_draft), seed=seed)[1]

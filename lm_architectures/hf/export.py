@@ -1,0 +1,181 @@
+"""Export runs to Hugging Face format.
+
+    python -m lm_architectures.hf.export RUN --to_hf=FOLDER           write any run as a new Hugging Face folder
+    python -m lm_architectures.hf.export RUN --to_hf=FOLDER --exact   with the model's code, whatever its shape
+
+`--to_hf` writes a Standard run as the family that has its shape: Llama, Mistral (with a window),
+Qwen2 (with biases) or Qwen3 (with norms of queries and keys). Other runs, and all with `--exact`,
+get the model's code, so load them with
+`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.
+"""
+if __name__ == '__main__':
+    from lm_architectures.start import quiet_start
+    quiet_start()
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safetensors.torch import save_file
+
+from lm_architectures.files import ROOT, UserError, friendly_errors, remove, write_file
+from lm_architectures.hf.families import FAMILIES, family_of, to_family
+from lm_architectures.hf.tokenizers import keeps_ids, save_tokenizer
+from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.settings import load_settings
+
+RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
+          'dtype')  # settings of training in the model card
+CARD = '''---
+{header}
+---
+
+# {title}
+
+{about}
+
+| | |
+|---|---|
+{facts}
+
+The license is yours to choose. Weights that started from others' keep the conditions of those.
+
+## Loading
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained('FOLDER'{code})
+tokenizer = AutoTokenizer.from_pretrained('FOLDER'{code})
+```
+
+## Model settings
+
+```json
+{config}
+```
+'''
+
+
+@dataclass
+class Settings:
+    to_hf: str | None = None  # new folder to write
+    code: Literal['run'] | None = None  # run: the model's code as stored in the run, not as it is now
+    model: str | None = None  # path of the model's file, if it is not in this repository
+    exact: bool = False  # include the model's code even if a family has its shape: logits equal the run's everywhere
+
+
+def export_run(run, folder, exact: bool = False, code: str | None = None) -> None:
+    """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with its tokenizer.
+
+    exact: with the model's code, even if a family of transformers has its shape. code: see
+    `folders.read_run`.
+    """
+    from transformers import GenerationConfig
+    run, folder = Path(run), Path(folder)
+    if folder.exists():
+        raise UserError(f'{folder} already exists: choose a new folder')
+    record = folders.read_run(run, code)
+    c, data, block_size = models.portable_config(record, run), record['data'], record['settings']['block_size']
+    family, reason = (None, '--exact is set') if exact else family_of(record, c)
+    state, tensors = checkpoint.load_checkpoint(run)
+    n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
+    new = folder.with_name(f'.{folder.name}.writing')  # becomes `folder` when it is whole
+    remove(new)
+    if family:
+        to_family(c, tensors, n_rows, block_size, ends, family).save_pretrained(new, max_shard_size='1TB')
+    else:
+        save_with_code(record, c, tensors, n_rows, ends, new)
+    with suppress(OSError):  # some file systems have no modes; safetensors makes files owner-only
+        (new / 'model.safetensors').chmod((new / 'config.json').stat().st_mode)
+    GenerationConfig(eos_token_id=ends).save_pretrained(new)
+    save_tokenizer(new, data['tokenizer'], data['bos'], block_size)
+    if (run / folders.CHAT_TEMPLATE).is_file():
+        shutil.copy(run / folders.CHAT_TEMPLATE, new)
+    n_parameters = sum(tensor.numel() for tensor in tensors.values())
+    write_file(new / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
+    os.replace(new, folder)
+    print(f'{folder} is a Hugging Face folder, {FAMILIES[family] if family else "with the model code"}, because '
+          f'{reason}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
+          f'{"" if family else ", trust_remote_code=True"})')
+    if family == 'qwen2' and not keeps_ids(folder, data['tokenizer'], data['bos']):
+        print('AutoTokenizer splits the texts of a Qwen2 by rules of its own, which give other ids than in this run: '
+              'load the tokenizer with PreTrainedTokenizerFast, or export with --exact')
+    if family and c.eos_id is not None:
+        print(f'A {FAMILIES[family]} does not mask attention between documents: its logits differ from this run after '
+              'an end-of-text token, as in rolling likelihoods of lm-eval, which start with one. --exact keeps the '
+              'mask')
+
+
+def model_card(run: Path, record: dict, step: int, n_parameters: int, family: str | None) -> str:
+    """Return the README.md of an export: what the run was trained on and how to load it."""
+    from huggingface_hub import ModelCard, ModelCardData
+    settings, data, log = record['settings'], record['data'], folders.read_log(run)
+    module = models.model_file(record['model'], record['code'])
+    about = inspect.getdoc(module) or ''  # its first paragraphs name the paper
+    facts = {'model': f'model_{record["model"]}.py',
+             'written as': FAMILIES.get(family, 'the model code'),
+             'parameters': f'{n_parameters:,}', 'context, tokens': f'{settings["block_size"]:,}',
+             'tokenizer': f'{Path(data["tokenizer"]).name}, {data["n_ids"]:,} ids',
+             'training data': Path(data['folder']).name or 'imported weights', 'training step': f'{step:,}'}
+    for key, name in (('tokens', 'training tokens'), ('nll', 'training loss, nats per token'),
+                      ('val', 'validation loss, nats per token')):
+        if found := [line[key] for line in log if key in line and line['step'] <= step]:
+            facts[name] = f'{found[-1]:,}' if key == 'tokens' else f'{found[-1]:.4f}'
+    facts |= {name: f'`{settings[name]}`' for name in RECIPE if name in settings}
+    header = ModelCardData(license='unknown', library_name='transformers', pipeline_tag='text-generation')
+    code = '' if family else ', trust_remote_code=True'
+    return str(ModelCard(CARD.format(
+        header=header.to_yaml(), title=run.resolve().name, about='\n\n'.join(about.split('\n\n')[:2]), code=code,
+        facts='\n'.join(f'| {name} | {value} |' for name, value in facts.items()),
+        config=json.dumps(record['model_config'], indent=1))))
+
+
+def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
+    """Write weights, model file and the wrapper lm_architectures/hf/wrapper.py as a Hugging Face folder."""
+    from lm_architectures.hf.wrapper import RunConfig
+    folder.mkdir(parents=True)
+    RunConfig(
+        model_config=dataclasses.asdict(c), vocab_size=n_rows,
+        dtype=next(t.dtype for t in tensors.values() if t.is_floating_point()),
+        hidden_size=getattr(c, 'n_embd', None), num_hidden_layers=getattr(c, 'n_layer', None),
+        max_position_embeddings=record['settings']['block_size'], eos_token_id=ends,
+        architectures=['RunForCausalLM'], auto_map={
+            'AutoConfig': 'hf_model.RunConfig', 'AutoModel': 'hf_model.RunModel',
+            'AutoModelForCausalLM': 'hf_model.RunForCausalLM'},
+    ).save_pretrained(folder)
+    save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
+              {'format': 'pt'})
+    wrapper = (ROOT / 'lm_architectures/hf/wrapper.py').read_text(encoding='utf-8')
+    wrapper = wrapper.replace('from model_standard import', f'from .model_{record["model"]} import')
+    files = models.code_of(record['model'], record['code'])
+    for name in files:  # transformers copies the files that it finds by this form of import
+        wrapper += f'from .{name.removesuffix(".py")} import __name__ as _\n'
+    write_file(folder / 'hf_model.py', wrapper.encode())
+    for name, (_, code) in files.items():
+        code = re.sub('^( +)from scans import .*$', r'\1raise ModuleNotFoundError  # scans/ is not exported', code,
+                      flags=re.MULTILINE)  # it reads weights itself and would not see adapters
+        write_file(folder / name, code.encode())
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors(argv):
+        s, positional, _ = load_settings(Settings, argv)
+        if len(positional) != 1 or s.to_hf is None:
+            raise UserError('expected one run and --to_hf. Usage: python -m lm_architectures.hf.export RUN --to_hf=FOLDER')
+        from transformers.utils import logging
+        logging.disable_progress_bar()
+        if s.model:
+            models.add_file(s.model)
+        export_run(positional[0], s.to_hf, s.exact, s.code)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,196 @@
+"""Import a Hugging Face folder as a run.
+
+    python -m lm_architectures.hf.import_model FOLDER --out_dir=RUN
+
+Llama 2 and 3, Mistral, TinyLlama, SmolLM2, Qwen2, Qwen2.5 and Qwen3 differ only in settings of
+model_standard.py. transformers loads their weights; missing or unexpected tensors are errors.
+"""
+if __name__ == '__main__':
+    from lm_architectures.start import quiet_start
+    quiet_start()
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer, padded_vocab
+from lm_architectures.files import UserError, command, first_line, friendly_errors, read_json, warn_once, write_file
+from lm_architectures.hf.families import FAMILIES, LINEAR, hf_tensor_map
+from lm_architectures.hf.tokenizers import fast_tokenizer
+from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.settings import load_settings
+
+ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
+
+
+@dataclass
+class Settings:
+    out_dir: str | None = None  # run folder to write; None: out/<name of the folder>
+    tokenizer: str | None = None  # tokenizer, as in prepare_fineweb.py; None: the folder's own
+    eos_token: str | None = None  # token that ends a document; None: from tokenizer_config.json
+
+
+def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | None = None) -> None:
+    """Create a run folder from a Hugging Face folder.
+
+    tokenizer, eos_token: see `load_tokenizer`. tokenizer None: the folder's own; then texts start
+    with bos if they do in transformers, and the chat template is copied.
+    """
+    from transformers import AutoTokenizer
+    folder, run = Path(folder), Path(run)
+    if run.exists():
+        raise UserError(f'{run} already exists: choose a new run folder')
+    if not (folder / 'config.json').is_file():
+        raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
+    family = read_json(folder / 'config.json', 'copy it again').get('model_type')
+    if family not in FAMILIES:
+        raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
+    try:
+        found = filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model'))
+        path = tokenizer or next(found, None)
+        if path is None:
+            raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
+                            '--tokenizer=gpt2')
+        own = load_tokenizer(path, eos_token=eos_token)
+        if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
+            raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
+        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
+        if hf_tokenizer and len(hf_tokenizer) > own.n_ids:
+            lost = hf_tokenizer.convert_ids_to_tokens(range(own.n_ids, len(hf_tokenizer)))
+            warn_once(f'{path} lacks {", ".join(lost)}, which transformers adds: they are read as text here. To keep '
+                      f'them, call AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW), and import '
+                      'with --tokenizer=NEW/tokenizer.json')
+        bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
+        c, n_rows, block_size = standard_config(folder, own)
+        theirs = load_hf_model(folder)
+        c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+        tensors = read_tensors(theirs, c, n_rows)
+        if bad := checkpoint.first_nonfinite(tensors):
+            raise UserError(f'{folder} has NaN or infinity in {bad}: download it again')
+        ends = sorted({own.eos_id, *read_eos_ids(folder)})
+        record = {
+            'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
+            'model_config': dataclasses.asdict(c),
+            'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
+                     'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
+            'versions': {'torch': torch.__version__}}
+        folders.check_record(record)
+    except UserError:
+        raise
+    except Exception as error:  # transformers and safetensors raise various errors for damaged files
+        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
+    with folders.locked_run(run, is_new=True, overwrite=False):
+        checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
+        if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
+            write_file(run / folders.CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
+        folders.save_run(run, record, eos_token)
+    sample = command('sample.py', run, 'Once upon a time')
+    print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: {sample}; finetune: train.py with '
+          f'{shlex.quote(f"--init_from={run}")}')
+    if len(ends) > 1:
+        name_of = fast_tokenizer(own.name).id_to_token
+        print(f'Generation stops at {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}; documents at {own.eos_id}')
+
+
+def read_eos_ids(folder: Path) -> set[int]:
+    """Return the eos ids in config.json and generation_config.json of a Hugging Face folder."""
+    found = []
+    for path in (folder / 'config.json', folder / 'generation_config.json'):
+        ends = read_json(path, 'copy it again').get('eos_token_id') if path.is_file() else []
+        found += ends if isinstance(ends, list) else [ends]
+    return {i for i in found if type(i) is int}
+
+
+def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
+    """Return (model_standard.Config, vocabulary rows, maximum length) of a Hugging Face folder.
+
+    Raises UserError for features that model_standard does not support.
+    """
+    from transformers import AutoConfig
+    theirs = AutoConfig.from_pretrained(folder, **ONLY_DATA)
+    family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
+    if theirs.hidden_act != 'silu':
+        raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard only has silu')
+    if n_rows < tokenizer.n_ids:
+        extra = [f'{tokenizer.decode([i]).decode(errors="replace")!r} ({i})' for i in range(n_rows, tokenizer.n_ids)]
+        raise UserError(f'{folder} has a vocabulary of {n_rows} rows, but the tokenizer {tokenizer.name} has '
+                        f'{tokenizer.n_ids} ids: remove {", ".join(extra[:5])} from the tokenizer, or choose another '
+                        'with --tokenizer')
+    # Hugging Face's padding rows (more rows than ids) are part of the softmax; ours are not.
+    is_padded = n_rows > tokenizer.n_ids
+    c = models.make_config('standard', dict(
+        n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads, n_embd=theirs.hidden_size,
+        n_ffn=theirs.intermediate_size, n_kv_head=theirs.num_key_value_heads,
+        head_size=getattr(theirs, 'head_dim', None), qkv_bias=family == 'qwen2', qk_norm=family == 'qwen3',
+        rope_theta=float(rope['rope_theta']), rope_scaling=rope_scaling_of(rope, folder),
+        norm_eps=theirs.rms_norm_eps, tied_head=theirs.tie_word_embeddings, window=window_of(theirs, folder),
+        vocab_size=n_rows if is_padded else padded_vocab(n_rows), pad_rows_in_loss=is_padded, n_ids=tokenizer.n_ids,
+        eos_id=None))
+    return c, n_rows, theirs.max_position_embeddings
+
+
+def rope_scaling_of(rope: dict, folder) -> tuple[float, ...] | None:
+    """Convert Hugging Face's rope_parameters to model_standard.Config.rope_scaling."""
+    if rope['rope_type'] == 'default':
+        return None
+    if rope['rope_type'] == 'linear':
+        return (rope['factor'], *LINEAR)
+    if rope['rope_type'] == 'llama3':
+        names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+        return tuple(rope[name] for name in names)
+    raise UserError(f'{folder} has rope_type {rope["rope_type"]!r}: expected default, linear or llama3')
+
+
+def window_of(theirs, folder) -> int | None:
+    """Convert Hugging Face's sliding window, which counts the query itself, to Config.window."""
+    if theirs.model_type == 'llama' or getattr(theirs, 'sliding_window', None) is None:  # Llama ignores sliding_window
+        return None
+    kinds = set(getattr(theirs, 'layer_types', None) or ['sliding_attention'])
+    if len(kinds) > 1:
+        raise UserError(f'{folder} has a sliding window in some layers only: model_standard needs it in all')
+    return theirs.sliding_window - 1 if kinds == {'sliding_attention'} else None
+
+
+def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
+    """Convert a Hugging Face model's tensors to a Standard model's (see `hf_tensor_map`).
+
+    UserError for a tensor that model_standard lacks.
+    """
+    tensors, state = {}, dict(theirs.state_dict())
+    for ours, parts in hf_tensor_map(c, n_rows).items():
+        tensors[ours] = torch.cat([state.pop(name) for name, _ in parts])
+    if unread := sorted(state.keys() - {'lm_head.weight'}):  # of a tied head
+        raise UserError(f'this model has {unread[0]}, which model_standard lacks: it cannot be imported')
+    for name in {'embed.weight', 'head.weight'} & tensors.keys():
+        tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
+    return tensors
+
+
+def load_hf_model(folder: Path) -> torch.nn.Module:
+    """Load a Hugging Face folder in its dtype. UserError for missing or unexpected tensors."""
+    from transformers import AutoModelForCausalLM
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', output_loading_info=True,
+                                                        ignore_mismatched_sizes=True, **ONLY_DATA)
+    for kind, names in info.items():
+        if names:
+            raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')
+    return theirs
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors(argv):
+        s, positional, _ = load_settings(Settings, argv)
+        if len(positional) != 1:
+            raise UserError('expected one folder. Usage: python -m lm_architectures.hf.import_model FOLDER --out_dir=RUN')
+        from transformers.utils import logging
+        logging.disable_progress_bar()
+        folder, = positional
+        import_folder(folder, s.out_dir or f'out/{Path(folder).resolve().name}', s.tokenizer, s.eos_token)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,1 @@
+"""Devices, the compiler, and processes."""

@@ -1,0 +1,1 @@
+"""One training run: settings, model files, folder, checkpoints, dry run, loading."""

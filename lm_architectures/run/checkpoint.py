@@ -1,0 +1,260 @@
+"""The checkpoints of a run: ckpt/step_<step> with weights, the optimizer's state, and checksums.
+
+train.py calls `save_training` and `restore_training`. Everything else that reads a run calls
+`load_checkpoint`. All processes call each of these. A checkpoint has the same files however many
+processes write it, and any number can read it: rank 0 writes the tensors whole, and a sharded model
+takes its shards of them. The files are written to a temporary folder, which gets its name when all
+are on disk, so a name stands for a whole checkpoint.
+"""
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lm_architectures.files import UserError, first_line, is_number, remove, sha256, sync, warn_once, write_json
+from lm_architectures.machine import parallel
+
+FILES = ('model.safetensors', 'optimizer.safetensors')  # the second: tensors with '/' in their name
+TENSOR = 'tensor'  # key of {TENSOR: name}, which stands for a tensor in state.json
+
+
+# ---- training ----
+
+def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds: float, keep: int,
+                  always: int | None = None) -> None:
+    """Save a checkpoint from which training continues exactly.
+
+    Random state is not saved: it is a function of seed and step. keep, always: see `remove_older`.
+    """
+    names, tensors = {p: name for name, p in model.named_parameters()}, checkpoint_tensors(model)
+    rest = {}  # {parameter: {key: what is not a tensor}}
+    for p, of_param in optimizer.state.items():
+        for key, value in of_param.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f'{key}/{names[p]}'] = value
+            else:
+                rest.setdefault(names[p], {})[key] = pack(value, key, names[p], tensors)
+    save_checkpoint(folder, step, tensors, {'step': step, 'seconds': seconds, 'optimizer': rest})
+    if parallel.rank() == 0:
+        remove_older(folder, step, keep, always)
+
+
+def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | None = None) -> tuple[int, float]:
+    """Load the newest undamaged checkpoint up to step `up_to`. Returns (step, seconds trained)."""
+    state, tensors = load_checkpoint(folder, True, up_to)
+    load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
+    on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
+                 for p in group['params']}  # with their step counts
+    params, moments = dict(model.named_parameters()), {}
+    try:
+        for name, tensor in tensors.items():
+            key, is_moment, param = name.partition('/')
+            if is_moment:
+                p = params[param]
+                stays = key == 'step' and p not in on_device  # on the CPU, as in Optimizer.load_state_dict
+                moments[name] = tensor if stays else shard_like(tensor.to(p.device), p)
+                if '[' not in key:
+                    optimizer.state[p][key] = moments[name]
+        for name, of_param in state['optimizer'].items():
+            optimizer.state[params[name]].update(unpack(of_param, moments))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
+    return state['step'], state['seconds']
+
+
+def pack(value, name: str, param: str, tensors: dict):
+    """Return a part of an optimizer's state as JSON. Its tensors go to `tensors`.
+
+    A tensor becomes {TENSOR: its name}, a tuple a list. UserError for what else JSON lacks.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[f'{name}/{param}'] = value
+        return {TENSOR: f'{name}/{param}'}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: pack(part, f'{name}[{key}]', param, tensors) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [pack(part, f'{name}[{i}]', param, tensors) for i, part in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise UserError(f"the optimizer's state has {name} = {value!r} for {param}: a checkpoint holds only tensors, "
+                    'numbers, strings, None, and lists and dicts of them, whose keys are strings')
+
+
+def unpack(packed, tensors: dict):
+    """Return what was given to `pack`. tensors: {name: tensor}, on their devices."""
+    if isinstance(packed, list):
+        return [unpack(part, tensors) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if TENSOR in packed:
+        return tensors[packed[TENSOR]]
+    return {key: unpack(part, tensors) for key, part in packed.items()}
+
+
+# ---- weights ----
+
+def checkpoint_tensors(model: torch.nn.Module) -> dict:
+    """Return {name: tensor} of a model's checkpoint: parameters, then persistent buffers."""
+    persistent = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
+
+
+def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
+    """Copy named tensors into the model's parameters and buffers. UserError on a mismatch."""
+    own = checkpoint_tensors(model)
+    for name in own | tensors:
+        have, want = (tuple(some[name].shape) if name in some else 'missing' for some in (tensors, own))
+        if have != want:
+            raise UserError(f'{source} does not fit this model: {name} has shape {have}, expected {want}')
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(shard_like(tensor, own[name]))
+
+
+def first_nonfinite(tensors: dict) -> str | None:
+    """Return the name of a tensor with a NaN or an infinity in this process's shard, else None."""
+    parts = {name: t.to_local() if hasattr(t, 'to_local') else t for name, t in tensors.items()
+             if t.is_floating_point()}
+    # A sum is ten times faster than isfinite on all elements, but it may overflow.
+    return next((name for name, t in parts.items() if not t.sum().isfinite() and not t.isfinite().all()), None)
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of the tensor if `other` is sharded and has its shape."""
+    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
+
+
+# ---- the checkpoints of a folder ----
+
+def checkpoints(folder, up_to: int | None = None) -> list[Path]:
+    """Return the checkpoint folders of a run up to step `up_to`, newest first."""
+    found = [path for path in Path(folder).glob('ckpt/step_*')
+             if re.fullmatch(r'step_\d{8,}', path.name) and path.is_dir()]
+    return sorted((p for p in found if up_to is None or step_of(p) <= up_to), key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix('step_'))
+
+
+def remove_older(folder, step: int, keep: int, always: int | None) -> None:
+    """Keep the newest `keep` checkpoints up to `step` and that of step `always`. Delete the others.
+
+    Checkpoints after `step` are damaged: this run resumed from an earlier one. A folder that cannot
+    be deleted now (on NFS, while another machine reads it) is left to the next save.
+    """
+    kept = [path for path in checkpoints(folder, step) if step_of(path) != always][:keep]
+    for path in checkpoints(folder):
+        if path not in kept and step_of(path) != always:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def recovery_advice(folder) -> str:
+    """Return advice for a run that diverged, with the name of its newest checkpoint."""
+    newest = next(iter(checkpoints(folder)), None)
+    return (f'The last good checkpoint is {newest or "none"}: start a new run with a lower learning_rate or more '
+            'warmup_tokens' + (f', from scratch or from these weights with --init_from={folder}' if newest else ''))
+
+
+# ---- writing one ----
+
+def save_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
+    """Write ckpt/step_<step> of a run folder atomically.
+
+    tensors: weights, and the optimizer's, which have a '/' in their name. state: a dict for
+    state.json. UserError if the disk is full or a tensor is not finite.
+    """
+    if bad := parallel.first_not_none(first_nonfinite(tensors)):
+        raise UserError(f'{bad} contains NaN or infinity after step {step}, so no checkpoint was written. '
+                        + recovery_advice(folder))
+    ckpt, whole, error = Path(folder) / 'ckpt', gather_tensors(tensors), None
+    if parallel.rank() == 0:
+        try:
+            write_checkpoint(ckpt, step, whole, state)
+        except (OSError, SafetensorError) as caught:
+            error = str(caught)
+            shutil.rmtree(ckpt / f'.writing_{step:08d}', ignore_errors=True)
+    if error := parallel.first_not_none(error):
+        raise UserError(f'the checkpoint of step {step} could not be written to {ckpt} ({error}). Earlier checkpoints '
+                        'are intact: free some disk space, or find the folder if it was moved, then continue with '
+                        '--resume')
+
+
+def gather_tensors(tensors: dict) -> dict:
+    """Return {name: whole tensor} in CPU memory on rank 0, {} on the others. Collective.
+
+    Gathers one tensor at a time.
+    """
+    whole = {}
+    for name, tensor in tensors.items():
+        full = parallel.full_tensor(tensor.detach())
+        if parallel.rank() == 0:
+            whole[name] = full.cpu().contiguous()
+    return whole
+
+
+def write_checkpoint(ckpt: Path, step: int, tensors: dict, state: dict) -> None:
+    """Write the files to a temporary folder, flush them to disk and give it its final name."""
+    temporary, final = ckpt / f'.writing_{step:08d}', ckpt / f'step_{step:08d}'
+    ckpt.mkdir(exist_ok=True)  # not the run folder, which may have been moved
+    for path in ckpt.glob('.writing_*'):  # of runs that were killed
+        shutil.rmtree(path, ignore_errors=True)
+    temporary.mkdir()
+    write_json(temporary / 'state.json', state)
+    for i, name in enumerate(FILES):
+        save_file({key: tensor for key, tensor in tensors.items() if ('/' in key) == i}, temporary / name)
+    names = ('state.json', *FILES)
+    (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
+    mode = (temporary / 'state.json').stat().st_mode
+    for path in temporary.iterdir():
+        with suppress(OSError):  # some file systems have no modes
+            path.chmod(mode)  # safetensors creates files that only their owner can read
+        sync(path)
+    sync(temporary)
+    remove(final)  # a damaged checkpoint that the resumed run skipped
+    os.replace(temporary, final)
+    sync(ckpt)
+
+
+# ---- reading one ----
+
+def load_checkpoint(folder, moments: bool = False, up_to: int | None = None) -> tuple[dict, dict]:
+    """Load the newest undamaged checkpoint of a run folder: (state, {tensor name: tensor}).
+
+    Warns about damaged ones. Reads only JSON and safetensors, which cannot run code. moments: also
+    the optimizer's tensors. The tensors are whole, and mapped from the files.
+    """
+    for path in checkpoints(folder, up_to):
+        error = None
+        try:
+            state, tensors = read_checkpoint(path, FILES if moments else FILES[:1])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as caught:
+            error = str(caught)
+        error = parallel.first_not_none(error)  # all processes take the same checkpoint
+        if error is None:
+            return state, tensors
+        warn_once(f'checkpoint {path} is damaged ({error}); trying the previous one')
+    before = '' if up_to is None else f' from before its decay, which begins after step {up_to}: train a new run'
+    raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load{before}')
+
+
+def read_checkpoint(path: Path, files) -> tuple[dict, dict]:
+    """Read one checkpoint for `load_checkpoint`. A damaged one may raise any kind of error."""
+    sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
+    for name in ('state.json', *files):
+        if sha256(path / name) != sums[name]:
+            raise ValueError(f'{name} does not match its checksum')
+    state = {'seconds': 0.0, 'optimizer': {}} | json.loads((path / 'state.json').read_text())
+    is_whole = type(state['step']) is int and state['step'] == step_of(path) and is_number(state['seconds'])
+    if not is_whole or not isinstance(state['optimizer'], dict):
+        raise ValueError(f'state.json is {state}')
+    return state, {key: tensor for name in files for key, tensor in load_file(path / name).items()}

@@ -1,0 +1,172 @@
+"""Dry run of train.py: check the settings, print sizes and costs, estimate a step's GPU memory.
+
+The estimate runs a step on meta tensors, which have no storage, and counts the bytes they would
+take: `activation_bytes`. `state_bytes` adds weights, gradients and moments.
+"""
+import bisect
+import functools
+import math
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lm_architectures.data import MissingData, open_data
+from lm_architectures.files import first_line
+from lm_architectures.machine.devices import pick_dtype
+from lm_architectures.machine.parallel import gathered_modules
+from lm_architectures.run import models
+from lm_architectures.run.missing_data import assumed_data
+from lm_architectures.run.run_settings import check_settings, code_folder, describe, model_config
+
+PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
+
+
+def dry_run(s, given: dict, record, machine) -> None:
+    """Check the settings as train.py does, and print memory estimates."""
+    try:
+        data = open_data(s.data)
+    except MissingData:
+        data = assumed_data(s, record)
+        print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
+              f'enough text{data.hint}')
+    config = model_config(s, given, data, record)
+    n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
+    check_settings(s, data, n_processes)
+    model = models.meta_model(s.model, config, code_folder(s))
+    describe(s, model, data)
+    print_gib(s, model, n_processes)
+
+
+def print_gib(s, model, n_processes: int) -> None:
+    """Print the estimated GPU memory per process, and whether it fits into s.gpu_gib GiB.
+
+    model: on the meta device.
+    """
+    most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
+    n_rows = min(s.micro_batch_size, most)
+    n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
+    held = state_bytes(model, n_shards, n_rows < most)
+    share = f' (1/{n_shards}, and what FSDP gathers)' if n_shards > 1 else ''
+    print(f'estimated memory per process: {held / 2**30:.2f} GiB for weights, gradients and moments{share}', end='',
+          flush=True)
+    if any(getattr(module, 'fast', None) for module in model.modules()):
+        return print('; activations in the scan of a recurrent model are not estimated')
+    dtype = pick_dtype(s.dtype, 'cuda')
+    activations = functools.cache(lambda n: activation_bytes(model, dtype, s.block_size, n))
+    try:
+        needed = held + activations(n_rows)
+    except (RuntimeError, NotImplementedError) as error:  # an operator without a meta implementation
+        print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
+        return
+    print(f', {needed / 2**30:.2f} GiB at the peak of a step on a GPU, with micro-batches of {n_rows} and matrix '
+          f'products in {str(dtype)[6:]}')
+    if s.gpu_gib is None:
+        return
+    room = 0.95 * s.gpu_gib * 2 ** 30  # 5% for the driver and fragmentation
+    print('searching for the largest micro_batch_size that fits, which takes a while for a large model', flush=True)
+    low, high = (n_rows, most) if needed <= room else (0, n_rows - 1)  # it is one of these or between them
+    largest = low + bisect.bisect(range(low + 1, high + 1), room - held, key=activations)
+    advice = f'the largest micro_batch_size that fits is {largest}'
+    if largest < 1:
+        advice = 'no micro_batch_size fits: use a smaller block_size or model, or a checkpoint_ setting (--help)'
+    print(f'a step {"fits" if needed <= room else "does not fit"} {s.gpu_gib:g} GiB; {advice}')
+
+
+def state_bytes(model, n_shards: int, accumulates: bool) -> float:
+    """Return bytes per process of fp32 weights, gradients, two moments and FSDP's buffers.
+
+    n_shards processes share a copy of the weights; DDP's buffers are the gradients. docs/scale.md
+    lists what FSDP holds; for the blocks: one block, the prefetched one, its gradients and two
+    buffers. This follows PyTorch's source code and was not measured.
+    """
+    n_params = models.count_parameters(model)
+    if n_shards == 1:
+        return 16 * n_params
+    blocks = [models.count_parameters(module) for module in gathered_modules(model)]
+    outside = n_params - sum(blocks)
+    waiting = sum(blocks) if accumulates else 0
+    return 16 * n_params / n_shards + 4 * (2 * outside + max(outside, 5 * max(blocks, default=0)) + waiting)
+
+
+# ---- the bytes of a step on meta tensors ----
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of live tensors created inside: `live` now, `peak` at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.sizes = {}  # {address of a storage: its bytes}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.nonzero.default and args[0].is_meta:  # its size depends on the values: assume all
+            out = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        else:
+            out = operator(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata)
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _forget(self, address):
+        self.live -= self.sizes.pop(address)
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """The memory of a compiled loss: it keeps the logits (N, V) and writes their gradient."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, reduction):
+        ctx.save_for_backward(logits)
+        return logits.new_empty(targets.shape if reduction == 'none' else ())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(ctx.saved_tensors[0]), None, None
+
+
+class EmulateGPU(TorchFunctionMode):
+    """Matrix products in `dtype`, like autocast.
+
+    Attention and cross-entropy are fused, and `.to(torch.float32)` takes no memory: the compiler
+    fuses it with what reads the result, which is the loss.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def cast(x):
+            return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+        if function is F.scaled_dot_product_attention:
+            return torch.ops.aten._scaled_dot_product_flash_attention(*map(cast, args[:3]))[0]
+        if function is torch.Tensor.to and args[0].dtype == self.dtype and torch.float32 in args:
+            return args[0]
+        if function is F.cross_entropy:
+            return FusedCrossEntropy.apply(*args[:2], kwargs.get('reduction', 'mean'))
+        return function(*(tree_map(cast, args) if function in PRODUCTS else args), **(kwargs or {}))
+
+
+def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows: int) -> int:
+    """Return peak bytes of forward and backward on n_rows windows, without weights and gradients.
+
+    model: on the meta device. Assumes one document per window. Memory inside our C and Triton
+    operators is not counted.
+    """
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
+    tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
+    with LiveBytes() as live, torch.device('meta'), EmulateGPU(dtype):
+        loss = model(tokens, tokens)['loss']
+        # loss.backward() leaves EmulateGPU, and checkpointed blocks would run again without it
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return live.peak

@@ -1,0 +1,184 @@
+"""Runs in Python: `load` returns a `Run` that generates, scores texts and shows its states.
+
+sample.py is a command line for `Generation`.
+"""
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lm_architectures.data.text.tokenizers import load_tokenizer
+from lm_architectures.decode import generation
+from lm_architectures.files import UserError
+from lm_architectures.machine.devices import Device, DType, decoding_dtype, pick_device
+from lm_architectures.run.folders import load_run, read_log, same_vocabulary
+from lm_architectures.settings import check_ranges, make_settings
+
+
+@dataclass
+class Options:
+    max_new_tokens: int | None = None  # tokens to generate per prompt; None: 200, or what fits the context
+    temperature: float = 1.0  # divides the logits; 0: greedy decoding
+    top_k: int | None = None  # sample from the k most likely tokens (and ties with the last of them)
+    top_p: float | None = None  # nucleus sampling: the smallest set of tokens with this total probability
+    min_p: float | None = None  # drop tokens below this fraction of the top token's probability
+    seed: int = 0  # random seed
+    stop: str | None = None  # stop a text before this string; \n means a newline
+    ignore_eos: bool = False  # continue after the end of a document
+    draft_len: int | Literal['auto'] | None = None  # speculative: tokens per draft; None: auto with --draft, else off
+    draft: str | None = None  # run folder of the draft model; None: the model drafts for itself
+
+    def __post_init__(self):
+        check_ranges(self, max_new_tokens=1, seed=0, **generation.SAMPLING)
+
+
+def load(folder, device: Device = 'auto', dtype: DType = 'auto', code: str | None = None,
+         model: str | None = None) -> 'Run':
+    """Load the newest undamaged checkpoint of a run folder.
+
+    dtype: of weights and cache; auto: bfloat16 on CUDA, float32 elsewhere. code = 'run': import the
+    model's code as stored in the run. model: path of the model's file, if it is not in this
+    repository. UserError if the folder is not a run or has no undamaged checkpoint.
+    """
+    return Run(folder, pick_device(device), decoding_dtype(dtype, pick_device(device)), code, model)
+
+
+class Run:
+    """A trained run: `model` in eval mode, `config`, `tokenizer`, `record` (config.json), `log`."""
+
+    def __init__(self, folder, device, dtype: torch.dtype, code: str | None, model: str | None):
+        self.folder, self.device, self.dtype, self.code = folder, device, dtype, code
+        self.model, self.record = load_run(folder, device, dtype, code, model)
+        self.config, data = self.model.config, self.record['data']
+        self.tokenizer = load_tokenizer(data['tokenizer'], data['bos'])
+
+    @property
+    def log(self) -> list[dict]:
+        """Return the lines of log.jsonl, one dict per logged step."""
+        return read_log(self.folder)
+
+    def generate(self, prompts: list[str] | str, **options) -> list[str]:
+        """Return the continuation of each prompt. options: the fields of `Options`.
+
+        An empty prompt starts a new document. UserError if prompt and new tokens do not fit the
+        context, or an option is out of range.
+        """
+        options = make_settings(Options, options, 'in generate')
+        generation = Generation(self, [prompts] if isinstance(prompts, str) else prompts, options)
+        for _ in generation:
+            pass
+        return generation.texts
+
+    def stream(self, prompt: str, **options) -> Iterator[str]:
+        """Yield the text that `generate` returns, in pieces, while it is generated."""
+        return iter(Generation(self, [prompt], make_settings(Options, options, 'in stream')))
+
+    def encode(self, text: str) -> list[int]:
+        """Return a prompt's ids, with bos if the training data have it. Empty: bos or eos."""
+        return self.tokenizer.prompt(text)
+
+    def loss(self, text: str) -> float:
+        """Return the loss of a text, nats per token, by eval.py's rolling log-likelihood."""
+        from lm_architectures.score.lm_eval_adapter import RunLM
+        from lm_architectures.score.scoring import Scorer
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise UserError('the text has no tokens, so it has no loss: give a longer one')
+        return -RunLM(Scorer(self.model, self.block_size), self.tokenizer).rolling([ids])[0] / len(ids)
+
+    @torch.no_grad()
+    def hidden(self, text: str) -> torch.Tensor:
+        """Return the states before the output head, (T, C), one per token of `encode(text)`."""
+        return self.model.final_hidden(torch.tensor([self.encode(text)], device=self.device))[0]
+
+    @property
+    def block_size(self) -> int:
+        """Return the context length of training, in tokens."""
+        return self.record['settings']['block_size']
+
+
+def load_draft(folder, record: dict, device, dtype, code: str | None = None):
+    """Load the draft model from a run folder. UserError if its tokenizer is not `record`'s."""
+    draft, draft_record = load_run(folder, device, dtype, code)
+    if not same_vocabulary(draft_record['data'], record['data']):
+        raise UserError(f'the draft run {folder} has tokenizer {draft_record["data"]["tokenizer"]}, but the run has '
+                        f'{record["data"]["tokenizer"]}: choose a draft run with the same tokenizer')
+    return draft
+
+
+class Generation:
+    """The continuations of prompts. Iterating generates them and yields the first one in pieces.
+
+    Afterwards it has `texts`, cut at the stop string, `n_tokens`, and a `report` for sample.py.
+    """
+
+    def __init__(self, run: Run, prompts: list[str], options: Options):
+        if not prompts:
+            raise UserError('no prompts: expected at least one text')
+        self.run, self.options, self.tokenizer = run, options, run.tokenizer
+        self.prompts = [run.encode(text) for text in prompts]
+        self.n_new = new_tokens(self.prompts, options.max_new_tokens, run.block_size)
+        self.stop = (options.stop or '').replace('\\n', '\n').encode(errors='replace')
+        self.found, self.n_read = [b''] * len(prompts), [0] * len(prompts)  # the texts so far, from so many ids
+        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # buffers incomplete characters
+        self.n_yielded = self.n_ready = 0  # bytes of the first text
+        self.draft, self.is_drafted = None, bool(options.draft) or options.draft_len is not None
+        if self.is_drafted:
+            from lm_architectures.decode.speculation import longest_draft
+            if options.draft:
+                self.draft = load_draft(options.draft, run.record, run.device, run.dtype, run.code)
+            self.draft_len = 'auto' if options.draft_len is None else options.draft_len
+            longest_draft(run.model, self.draft, self.draft_len)  # checks draft_len before anything is generated
+
+    def __iter__(self) -> Iterator[str]:
+        s, data = self.options, self.run.record['data']
+        options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
+                       eos_id=None if s.ignore_eos else data.get('ends', data['eos_id']), finished=self.finished)
+        if self.is_drafted:
+            from lm_architectures.decode.speculation import DraftStatistics, speculative_steps
+            statistics = DraftStatistics()
+            steps = speculative_steps(self.run.model, self.prompts, self.n_new, statistics, draft=self.draft,
+                                      draft_len=self.draft_len, **options)
+        else:
+            cache = generation.allocate_cache(self.run.model, self.prompts, self.n_new)
+            steps = generation.generation_steps(self.run.model, self.prompts, self.n_new, cache, **options)
+        for new in steps:
+            self.n_tokens = sum(map(len, new))
+            if piece := self.piece(self.n_ready):
+                yield piece
+        self.report = (f'accepted {statistics.accepted_per_step:.2f} tokens per step' if self.is_drafted else
+                       f'cache {cache.nbytes / 2**20:.1f} MiB')
+        if piece := self.piece(len(self.found[0]), final=True):
+            yield piece
+
+    @property
+    def texts(self) -> list[str]:
+        return [text.decode(errors='replace') for text in self.found]
+
+    def finished(self, i: int, ids: list[int]) -> bool:
+        """Receive the new ids of text i so far. Returns True if they contain the stop string."""
+        text = self.found[i] + self.tokenizer.decode(ids[self.n_read[i]:])
+        self.n_read[i] = len(ids)
+        is_stopped = bool(self.stop) and self.stop in text
+        self.found[i] = text.partition(self.stop)[0] if is_stopped else text
+        if i == 0:
+            self.n_ready = len(text) - max(0, len(self.stop) - 1)  # hold back what may begin the stop string
+        return is_stopped
+
+    def piece(self, end: int, final: bool = False) -> str:
+        """Return the first text up to byte `end`, without what was returned before."""
+        start, self.n_yielded = self.n_yielded, max(end, self.n_yielded)
+        return self.utf8.decode(self.found[0][start:self.n_yielded], final)
+
+
+def new_tokens(prompts: list[list[int]], asked: int | None, block_size: int) -> int:
+    """Return the number of tokens to generate. UserError if they do not fit the context."""
+    longest = max(map(len, prompts))
+    room = block_size + 1 - longest  # the last new token is never fed back
+    n_new = min(200, max(room, 1)) if asked is None else asked
+    if n_new > room:
+        raise UserError(f'a prompt of {longest} tokens plus {n_new} new tokens exceeds the context of {block_size}: '
+                        'lower --max_new_tokens or shorten the prompt')
+    return n_new

@@ -1,0 +1,1 @@
+"""Validation loss, tasks of lm-eval and of local files."""

@@ -1,0 +1,1 @@
+"""The papers: commands that reproduce their tables, and their own analyses."""

@@ -1,0 +1,132 @@
+"""Perplexity by unrolls, contraction and costs of Context-Ready runs (tables 6, A7 and A8).
+
+    python -m papers.context_ready.unrolls RUN RUN ... --out=NAME
+
+Measures on validation data: perplexity after K = 1, 2, 3, 5, 10 parallel unrolls and sequentially;
+the gain from the correction, K = 1 minus K = 5 ("Corr." in table 6); the contraction L at the K of
+training, at least 3 (5 for bptt runs); the unrolls of a parallel prefill; C/N, width per layer
+(table 1); multiply-adds and cache bytes per token. Writes NAME.csv and NAME.png (perplexity over
+K).
+
+The paper's L is the largest ||c_K,t - c_K-1,t|| / ||c_K-1,t - c_K-2,t|| over positions t. It does
+not say how windows are combined, so three estimates are given, over positions that still change:
+
+    L_pooled         norms pooled over all windows at each position; maximum over positions
+    L_token          maximum ratio over all positions of all windows
+    L_token_50 ...   50th, 90th and 99th percentiles of these ratios
+"""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from analysis import figures
+from analysis.runs import named
+from lm_architectures.run.run_settings import check_windows
+from lm_architectures.score.scoring import perplexity
+
+DEPTHS = (1, 2, 3, 5, 10)
+ESTIMATES = ('L_pooled', 'L_token', 'L_token_50', 'L_token_90', 'L_token_99')
+
+
+@dataclass
+class Settings(figures.ModelSettings):
+    tokens: int = 65536  # validation tokens, from the start of the data
+    batch_size: int = 16  # windows evaluated at a time
+
+
+@torch.no_grad()
+def measure(model, idx, targets):
+    """Return ({K or 'sequential': nats per token}, moves, unrolls of a prefill) of a batch (B, T).
+
+    moves (3, B, T): norms of c_K - c_(K-1), c_(K-1) - c_(K-2) and c_(K-1).
+    """
+    c, nll, corrections = model.config, {}, []
+    if c.K == 1:
+        nll = {1: model(idx, targets)['nll'].item()}
+        return nll | {'sequential': nll[1]}, torch.zeros(3, *idx.shape), 1
+    K = 5 if c.bptt else max(c.K, 3)
+    e, _, starts, _ = model.prepare(idx)
+    for k, z in enumerate(model.iterates(idx, max(K, DEPTHS[-1])), 1):
+        if k in DEPTHS:
+            nll[k] = model.nll(z, targets).item()
+        if K - 2 <= k <= K:
+            corrections.append(model.correct(z.roll(1, 1), e, starts))  # z_{t-1}; t = 0 starts a document
+    first, second, last = corrections
+    moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)])
+    nll['sequential'] = model.nll(model.stream(idx), targets).item()
+    _, n_unrolls = model._fixed_point(torch.ones_like(idx, dtype=torch.bool), *model._sequence(idx))
+    return nll, moves, n_unrolls
+
+
+def contraction(moves):
+    """Return the ESTIMATES of L from moves (3, B, T), '' if no correction changes."""
+    def ratios(after, before, size):
+        return (after / before)[before > 1e-4 * size].numpy()  # smaller changes are rounding
+    pooled, tokens = ratios(*moves.norm(dim=1)), ratios(*moves)
+    if not (len(pooled) and len(tokens)):
+        return dict.fromkeys(ESTIMATES, '')
+    values = [pooled.max(), tokens.max(), *np.quantile(tokens, (0.5, 0.9, 0.99))]
+    return {name: round(float(value), 3) for name, value in zip(ESTIMATES, values)}
+
+
+def row_of(run, s):
+    """Return the row of a run in the table."""
+    model, data = figures.load(run, s)
+    figures.require(model, run, 'prepare', 'iterates', 'correct', 'stream', 'nll')
+    c, T = model.config, run.record['settings']['block_size']
+    check_windows(data, T)
+    windows = range(min(data.n_rows('val', T), max(1, s.tokens // T)))
+    counts, nats, moves, unrolls = [], [], [], []
+    for a in range(0, len(windows), s.batch_size):
+        idx, targets = (x.to(model.head.weight.device) for x in data.val_batch(windows[a:a + s.batch_size], T))
+        if c.eos_id is not None:
+            targets = targets.masked_fill(idx == c.eos_id, -1)
+        nll, moved, used = measure(model, idx, targets)
+        counts.append(int((targets >= 0).sum()))
+        nats.append(nll)
+        moves.append(moved.cpu())
+        unrolls.append(used)
+    perplexities = {k: perplexity(np.average([nll[k] for nll in nats], weights=counts)) for k in nats[0]}
+    variant = 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
+    row = {'run': run.folder, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd,
+           'C/N': round(c.n_embd / c.n_layer), 'T': T, 'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
+    row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
+    row |= {'sequential': round(perplexities['sequential'], 3),
+            'K=1 - K=5': round(row['K=1'] - row['K=5'], 3) if c.K > 1 else '',
+            **contraction(torch.cat(moves, 1)), 'prefill_unrolls': max(unrolls), **costs(model)}
+    return row
+
+
+def costs(model):
+    """Return multiply-adds per decoded token, without attention, and cache bytes per token."""
+    c = model.config
+    used = [p for part in ('blocks', 'correction', 'extra') if hasattr(model, part)
+            for p in getattr(model, part).parameters() if p.dim() >= 2]  # variant tied uses its shared weights twice
+    return {'multiply_adds_per_token': sum(p.numel() for p in used) + c.n_ids * c.n_embd,
+            'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
+
+
+def plot(rows, names):
+    figure, (axes,) = figures.new_figure('Context-Ready: perplexity by parallel unrolls')
+    style_of = figures.styles(names)
+    for name, row in zip(names, rows):
+        points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
+        axes.plot(*zip(*points), marker='o', markersize=5, label=name, **style_of[name])
+        axes.axhline(row['sequential'], color=style_of[name]['color'], linestyle=':', linewidth=1)
+    axes.set(xlabel='parallel unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
+             xticklabels=DEPTHS)
+    axes.xaxis.minorticks_off()
+    figures.add_legend(figure, 'Line: K unrolls\nDotted: sequential')
+    return figure
+
+
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    rows = [row_of(run, s) for run in runs]
+    figures.show(rows)
+    return {'.csv': rows, '.png': plot(rows, named(runs, s.labels).values())}
+
+
+if __name__ == '__main__':
+    main()

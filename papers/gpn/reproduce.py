@@ -1,0 +1,55 @@
+"""Print the commands of the tables and figures of the GPN paper, or run them.
+
+    python -m papers.gpn.reproduce                  all of them
+    python -m papers.gpn.reproduce table1 --run     run the commands of a table, or resume them
+    python -m papers.gpn.reproduce --gpus=8         all, under torchrun
+
+papers/gpn/README.md shows how to get the tokenizer. `data` tokenizes FineWeb-Edu for the paper's tables.
+`ablations`, `small` and `recall` are ours. Each edit of `ablations` changes one equation of GPN.
+`small` is table 1 on a CPU. `recall` asks for a value some tokens after its key, 1.3 minutes a run.
+"""
+from papers.commands import main, runs, train
+
+ROWS = 'gpn_130m', 'gpn_2l', 'gpn_nomem', 'gpn_transformer', 'gdn_130m'
+BIASES = [(name, bias) for name in ('gpn_50m_bias', 'gpn_50m_memory_bias') for bias in (True, False)]
+ABLATION = 'config/gpn/gpn_ablation.py --compile=True --learning_rate=6.75e-3'
+EDITS = {'gate at 1': 'gate_at_one', 'prediction not carried': 'prediction_not_carried',
+         'key from s^g_t': 'key_from_this_state', 'no write gate': 'no_write_gate', 'no decay': 'no_decay'}
+
+SMALL = {'GPN+M': 'gpn_small.py', 'GPN+M, 2 layers': 'gpn_small.py --n_layer=2 --n_embd=176 --n_ffn=496',
+         'GPN': 'gpn_small.py --n_head=0 --n_embd=304', 'Transformer': 'gpn/gpn_small_transformer.py',
+         'Transformer, N(0, 0.06)': 'gpn/gpn_small_transformer.py --init=normal --init_std=0.06',
+         'Gated DeltaNet': 'gdn_small.py'}  # label: config and settings
+DISTANCES = '8-16-32-64', '12-24-48', '64-128-256,length=512'  # trained, then new ones
+
+
+def recall(seed: int) -> list[str]:
+    state = f'python -m papers.gpn.state out/recall_{seed} --batches=4 --batch_size=64'
+    return [train('gpn/recall_small', f'--seed={seed}', f'recall_{seed}'),
+            train('gpn/recall_small_transformer', f'--seed={seed}', f'recall_std_{seed}'),
+            *(f'{state} --data=recall:distances={d},val_rows=256 --out=out/recall_state_{seed}_{i}'
+              for i, d in enumerate(DISTANCES))]
+
+
+TABLES = {
+    'data': ['python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos --shuffle=200_000'
+             ' --max_tokens=2.8e9 --out_dir=data/built/fineweb_edu_llama2'],  # bos and eos around each document
+    'table1': [*(train(f'gpn/{name}') for name in ROWS), f'python eval.py {runs(*ROWS)} --val --paper=gpn',
+               f'python eval.py {runs(*ROWS)} --paper=gpn --bos=False',
+               f'python -m analysis.tables {runs(*ROWS)} --paper=gpn --out=out/table_1'],
+    # The paper tests a bias without memory only.
+    'section7.2': [command for name, bias in BIASES for command in (
+        train(f'gpn/{name}', f'--decoder_bias={bias}', f'{name}_{bias}'),
+        f'python -m papers.gpn.state out/{name}_{bias} --out=out/state_{name}_{bias}')],
+    # 8 x 2,048 states; also the numbers of section 7
+    'figures4and5': [train('gpn/gpn_130m'), 'python -m papers.gpn.state out/gpn_130m --out=out/state'],
+    'ablations': [f'python -m analysis.compare --seeds=3 --out_dir=out/gpn_ablations "GPN: {ABLATION}" '
+                  + ' '.join(f'"{label}: {ABLATION} --model=gpn_{edit}"' for label, edit in EDITS.items())],
+    'small': ['python -m analysis.compare --seeds=3 --out_dir=out/table_1_small '
+              + ' '.join(f'"{label}: config/{arguments}"' for label, arguments in SMALL.items())],
+    'recall': [*(command for seed in (1337, 1, 2) for command in recall(seed)),
+               *(f'python eval.py out/recall_std_1337 --val --data=recall:distances={d},val_rows=256'
+                 for d in DISTANCES[1:])]}
+
+if __name__ == '__main__':
+    main(__doc__, TABLES)

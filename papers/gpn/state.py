@@ -1,0 +1,291 @@
+"""State and memory of a trained GPN (GPN paper, section 7), and ablations beyond the paper.
+
+    python -m papers.gpn.state RUN --out=NAME
+
+Prints single numbers, writes all to NAME.csv (part, name, x, value) and draws curves in NAME.png:
+the geometry of predicted states, the tokens that their mean decodes to, and how long the state and
+memory heads remember. The ablations measure validation perplexity and state norms with the mean
+direction removed from the decoded or the recurrent state, and with the slow or fast memory heads
+emptied; for runs on lm_architectures/data/tasks/recall.py, also accuracy and nll by distance.
+
+A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's
+half-life). Heads are split into slow and fast at the largest gap between lifetimes. As in the
+paper, states must be carried across document boundaries (--mask_documents=False).
+"""
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from analysis import figures
+from analysis.runs import group_by, named
+from lm_architectures.data.text.tokenizers import load_tokenizer
+from lm_architectures.files import UserError
+
+STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
+
+
+@dataclass
+class Settings(figures.ModelSettings):
+    batches: int = 8  # batches of validation windows, between which the mean direction is compared
+    batch_size: int | None = None  # windows per batch; None: 16k states in total, as in the paper
+    unigram_tokens: int = 10_000_000  # training tokens to count the unigram distribution on
+
+
+@torch.no_grad()
+def unroll(model, idx, without=None, carried=False, heads_off=()):
+    """Run windows idx (B, T). Returns predicted states (B, T, C) and log decays (B, T, n_head).
+
+    without (C,): direction to remove from the decoded states, and with `carried` also from the
+    recurrent state; heads_off: memory heads to keep empty.
+    """
+    B, T = idx.shape
+    u, states, decays = model.ground_input(idx), [], []
+    state, index = model.first_state(B, u.device), torch.tensor(heads_off, dtype=torch.int64, device=u.device)
+    with model.write.register_forward_hook(
+            lambda module, inputs, memory: memory.index_fill(1, index, 0)) if len(index) else nullcontext():
+        for t in range(T):
+            s, g, memory = model.step(u[:, t], *state)
+            predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without
+            state = predicted if carried else s, g, memory
+            states.append(predicted)
+            if model.config.n_head:
+                decays.append(model.write.log_decay(g))
+    return torch.stack(states, 1), torch.stack(decays, 1) if decays else u.new_zeros(B, T, 0)
+
+
+def geometry(x):
+    """Return the geometry of states x (N, C), section 7.1.
+
+    Returns {name: number}, sorted standard deviations (C,), cumulative variance of the principal
+    components (C,), and correlations of all pairs of dimensions (C (C - 1),).
+    """
+    x = x.double()
+    mean, norms = x.mean(0), x.norm(dim=-1)
+    deviation, covariance = x.std(0), torch.cov(x.T, correction=0)
+    variance, components = torch.linalg.eigh(covariance)
+    variance = variance.flip(0).clamp(min=0)
+    share = variance.cumsum(0) / variance.sum()
+    first_centered, first = components[:, -1], torch.linalg.eigh(covariance + torch.outer(mean, mean))[1][:, -1]
+    correlation = torch.corrcoef(x.T).nan_to_num()  # nan: a dimension that does not change
+    correlation = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)]
+    off = correlation.abs()
+    numbers = {
+        'magnitude': norms.mean(),
+        'magnitude deviation': norms.std(),
+        'mean magnitude': mean.norm(),
+        'cosine of the mean with the first component': F.cosine_similarity(mean, first, 0).abs(),
+        'cosine of the mean with the first component of centered states':
+            F.cosine_similarity(mean, first_centered, 0).abs(),
+        'deviation min': deviation.min(),
+        'deviation max': deviation.max(),
+        'dead dimensions': (deviation < 1e-3 * deviation.median()).sum(),
+        'correlation mean': off.mean(),
+        'correlation max': off.max(),
+        'components 90%': (share < 0.9).sum() + 1,
+        'components 99%': (share < 0.99).sum() + 1,
+        'stable rank': variance.sum() / variance[0],
+        'participation ratio': variance.sum() ** 2 / variance.square().sum()}
+    return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share, correlation
+
+
+def cosines(states, lags):
+    """Return mean cosines (lags,) of states (B, T, C) k apart: raw, and minus the window's mean."""
+    return [torch.stack([F.cosine_similarity(x[:, :-k], x[:, k:], dim=-1).mean() for k in lags])
+            for x in (states, states - states.mean(1, keepdim=True))]
+
+
+def retention(log_decay, lags):
+    """Return the fraction of a write left after k steps, (H, lags). log_decay: (B, T, H)."""
+    total = log_decay.double().cumsum(1)
+    return torch.stack([(total[:, k:] - total[:, :-k]).exp().mean((0, 1)) for k in lags], 1)
+
+
+def lifetime(curve, lags):
+    """Return the lag at which retention falls to 1/e, interpolated exponentially, or infinity."""
+    decayed = -curve.clamp(min=1e-300).log()
+    return float(np.interp(1, [0, *decayed.tolist()], [0, *lags], right=inf))
+
+
+def pools(lives):
+    """Split heads into (fast, slow) at the largest ratio between neighboring lifetimes.
+
+    If all lifetimes are equal, all heads are slow.
+    """
+    ordered = sorted(min(life, 1e6) for life in lives)
+    tokens = max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] / pair[0], default=ordered)[-1]
+    return [h for h, life in enumerate(lives) if life < tokens], [h for h, life in enumerate(lives) if life >= tokens]
+
+
+@torch.no_grad()
+def evaluate(model, batches, **edits):
+    """Return the nats of each target (N,), 1 where it is the argmax (N,), and the mean state norm.
+
+    batches: [(idx, targets)], where targets of -1 are ignored; edits: arguments of `unroll`.
+    """
+    nats, is_right, lengths = [], [], []
+    for idx, targets in batches:
+        states = unroll(model, idx, **edits)[0]
+        logits, wanted = model._logits(model.head_input(states[targets >= 0])), targets[targets >= 0]
+        nats.append(F.cross_entropy(logits, wanted, reduction='none').double())
+        is_right.append(logits[:, :model.config.n_ids].argmax(-1) == wanted)
+        lengths.append(states.norm(dim=-1).mean())
+    return torch.cat(nats), torch.cat(is_right).double(), float(torch.stack(lengths).mean())
+
+
+def geometry_rows(states):
+    """Return CSV rows of the `geometry` of states (B, T, C)."""
+    numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
+    rows = [('geometry', name, '', v) for name, v in numbers.items()]
+    rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
+    rows += [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
+    counts, edges = torch.histogram(correlation.cpu(), 100, range=(-1, 1))
+    return rows + [('correlation', 'share of pairs', round(float(x), 2), float(v))
+                   for x, v in zip((edges[1:] + edges[:-1]) / 2, counts / len(correlation))]
+
+
+def direction_rows(model, means, unigram, show):
+    """Return CSV rows on the mean state. means (N, C): one per batch; others as in `measure`."""
+    from scipy.stats import spearmanr
+    n_ids, mean = model.config.n_ids, means.mean(0)
+
+    def top_tokens(logits):
+        return [show(i) for i in logits[:n_ids].topk(min(10, n_ids)).indices.tolist()]
+    decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared to it
+    logits, embedding = model.head(decoded), model.embed.weight[:n_ids].mean(0)
+    tokens = top_tokens(logits)
+    directions = F.normalize(means, dim=-1)
+    pairs = (directions @ directions.T)[~torch.eye(len(means), dtype=torch.bool, device=mean.device)]
+    numbers = {'rank correlation with the unigram':
+               float(spearmanr(logits[:n_ids].cpu(), unigram[:n_ids].cpu()).statistic),
+               'tokens shared with the mean embedding': len(set(tokens) & set(top_tokens(model.head(embedding)))),
+               'cosine with the mean embedding': float(F.cosine_similarity(decoded, embedding, 0))}
+    if len(pairs):
+        numbers |= {'cosine between batches': float(pairs.mean()),
+                    'cosine between batches deviation': float(pairs.std(correction=0))}
+    rows = [('mean direction', 'tokens', i, token) for i, token in enumerate(tokens)]
+    if model.config.decoder_bias:
+        of_bias = top_tokens(model.head(model.decode.bias))
+        rows += [('decoder bias', 'tokens', i, token) for i, token in enumerate(of_bias)]
+        numbers['tokens shared with the decoder bias'] = len(set(tokens) & set(of_bias))
+    return rows + [('mean direction', name, '', v) for name, v in numbers.items()]
+
+
+@torch.no_grad()
+def measure(model, batches, unigram, show, asked_distance=None):
+    """Return all measurements as rows (part, name, x, value).
+
+    unigram (V,): counts of training tokens; show(id): text of a token; asked_distance (recall
+    only): maps idx (B, T) to how many tokens back each queried pair is (B, T).
+    """
+    unrolled = [unroll(model, idx) for idx, _ in batches]
+    states, log_decay = (torch.cat(x) for x in zip(*unrolled))
+    mean = states.mean((0, 1))
+    rows = geometry_rows(states)
+    rows += direction_rows(model, torch.stack([s.mean((0, 1)) for s, _ in unrolled]), unigram, show)
+    T = states.shape[1]
+    running = states.cumsum(1) / torch.arange(1, T + 1, device=states.device).unsqueeze(-1)
+    near = F.cosine_similarity(running, mean, dim=-1).mean(0)
+    rows += [('running mean', 'cosine with the mean', t, float(near[t - 1]))
+             for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
+    lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if 0 < k < T})
+    for name, values in zip(('raw', 'centered'), cosines(states, lags)):
+        rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
+
+    direction = F.normalize(mean, dim=0)
+    tests = {'unchanged': {}, 'no mean direction in the decoded state': dict(without=direction),
+             'no mean direction in the recurrent state': dict(without=direction, carried=True)}
+    if log_decay.shape[-1]:
+        curves = retention(log_decay, lags)
+        lives = [lifetime(curve, lags) for curve in curves]
+        rows += [('retention', f'head {h}', k, float(v)) for h, curve in enumerate(curves) for k, v in zip(lags, curve)]
+        rows += [('lifetime', f'head {h}', '', life) for h, life in enumerate(lives)]
+        for pool, heads in zip(('fast', 'slow'), pools(lives)):
+            rows.append(('pool', f'{pool} heads', '', str(heads)))
+            if heads:
+                tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
+    return rows + ablation_rows(model, batches, tests, asked_distance)
+
+
+def ablation_rows(model, batches, tests, asked_distance):
+    """Return CSV rows of perplexity and state norms of tests {name: arguments of `unroll`}."""
+    rows = []
+    if asked_distance is not None:
+        distances = torch.cat([asked_distance(idx)[targets >= 0] for idx, targets in batches])
+    for name, edits in tests.items():
+        nats, is_right, length = evaluate(model, batches, **edits)
+        rows += [('perplexity', name, '', float(nats.mean().exp())), ('magnitude', name, '', length)]
+        if asked_distance is not None:
+            for part, values in (('accuracy', is_right), ('nll', nats)):
+                rows += [(part, name, d, float(values[distances == d].mean())) for d in distances.unique().tolist()]
+    return rows
+
+
+PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
+    'deviation': ('States: spread of each dimension', 'dimension, sorted', 'standard deviation', 'linear'),
+    'correlation': ('States: pairs of dimensions', 'correlation', 'fraction of pairs', 'linear'),
+    'variance': ('States: principal components', 'number of components', 'fraction of the variance', 'linear'),
+    'running mean': ('States: mean over a window', 'tokens averaged', 'cosine with the mean of all', 'log'),
+    'cosine': ('States: similarity over time', 'lag k, tokens', 'cosine of states k apart', 'log'),
+    'retention': ('Memory: what is left of a write', 'lag k, tokens', 'fraction left', 'log'),
+    'perplexity': ('Ablations: loss', 'validation perplexity', '', 'log'),
+    'accuracy': ('Ablations: recall', 'distance from pair to query, tokens', 'accuracy', 'log'),
+    'nll': ('Ablations: recall', 'distance from pair to query, tokens', 'loss, nats', 'log')}
+
+
+def plot(rows, name='a GPN'):
+    """Draw one panel for each part of PANELS that rows have."""
+    by_part = group_by(rows, lambda row: row[0])
+    parts = [part for part in PANELS if part in by_part]
+    figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
+    for ax, part in zip(axes, parts):
+        title, x_label, y_label, scale = PANELS[part]
+        for name, own in group_by(by_part[part], lambda row: row[1]).items():
+            places, values = zip(*(row[2:] for row in own))
+            if part == 'perplexity':
+                ax.barh(name, values, color='C0')
+            else:
+                ax.plot(places, values, label=name, marker='o' if scale == 'log' else '', markersize=3)
+        if part in ('cosine', 'retention', 'accuracy', 'nll'):
+            ax.legend(fontsize='x-small')
+        ax.set(xlabel=x_label, ylabel=y_label, xscale=scale, title=title)
+    return figure
+
+
+def rows_of(run, s: Settings):
+    """Return the rows of `measure` for a run."""
+    (model, data), record = figures.load(run, s), run.record
+    figures.require(model, run, 'ground_input', 'first_state', 'step')
+    if model.config.eos_id is not None:
+        raise UserError(f'{run} starts each document with an empty state: expected a run with --mask_documents=False')
+    device = model.fuse.weight.device
+    T = getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
+    n_windows, batch_size = data.n_rows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
+    wanted = s.batches * batch_size
+    if n_windows < wanted:
+        raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
+                        f'batches of {batch_size}: lower batches or batch_size')
+    batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
+               for i in range(0, wanted, batch_size)]
+    counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
+    unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
+    tokenizer = load_tokenizer(record['data']['tokenizer'])
+    asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
+    return measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'), asked_distance)
+
+
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    if len(runs) > 1:
+        raise UserError(f'expected one run, got {len(runs)}')
+    rows = rows_of(runs[0], s)
+    table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
+    figures.show([row for row in table if row['x'] == '' or row['name'] == 'tokens'])  # curves: see the figure
+    return {'.csv': table, '.png': plot(rows, named(runs, s.labels)[runs[0]])}
+
+
+if __name__ == '__main__':
+    main()

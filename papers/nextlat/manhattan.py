@@ -1,0 +1,314 @@
+"""Reconstruct the map that a model learned from walks through a city (NextLat paper, world models).
+
+    python -m papers.nextlat.manhattan RUN RUN ... --out=NAME          runs trained on lm_architectures/data/tasks/manhattan.py
+
+Prints and writes to NAME.csv, for each run:
+
+    detours       fraction of valid paths between held-out pairs if, with probability 75%, a step is
+                  not the model's choice but another random street that still allows arrival in time
+    compression   for pairs of prefixes with the same length, end and destination (a held-out pair):
+                  fraction of pairs where every token of 30 continuations sampled after one prefix
+                  has a probability above 0.01 after the other (Vafa et al., compression_test.py)
+    same_way      fraction of these pairs with the same greedy continuation
+    rank          effective rank of states on held-out rows: exp of the entropy of their singular
+                  values, normalized to sum 1
+    streets       streets that sampled walks between held-out pairs need: existing and invented, and
+                  existing ones not taken
+
+and draws the streets in NAME.png, invented ones in red. The reconstruction follows Vafa et al.:
+each sampled walk is followed along streets that exist or were invented before. Where it cannot
+continue, a street to a nearby place is invented, the one from which the rest of the walk can be
+followed furthest, with up to `max_degree` streets per place. The data has no coordinates, so places
+are laid out by the directions of the streets, each of length 1.
+"""
+from collections import Counter
+from dataclasses import dataclass
+from math import exp, log
+
+import numpy as np
+import torch
+
+from analysis import figures
+from analysis.runs import named
+from lm_architectures.decode.generation import allocate_cache, decodable, generate, pad
+from lm_architectures.files import UserError
+from lm_architectures.score.scoring import target_log_probs
+from lm_architectures.settings import check_ranges
+
+COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
+           'NW': (-1, 1)}
+N_CONTINUATIONS, EPSILON = 30, 0.01  # for `compression` (Vafa et al.)
+
+
+@dataclass
+class Settings(figures.ModelSettings):
+    detours: float = 0.75  # probability of a detour at each step
+    n_prefixes: int = 1000  # pairs of prefixes for `compression`
+    n_walks: int = 6400  # walks to reconstruct the map from; fewer for a small city, as in papers/nextlat/reproduce.py
+    max_degree: int = 8  # maximum streets that leave a place, including invented ones
+    distance: float = 4.0  # maximum length of an invented street; real ones have about 1; the paper: half a mile
+    batch_size: int = 256  # rows processed at a time
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ranges(self, detours=(0, 1), distance=0)
+
+
+# ---- paths with detours ----
+
+@torch.inference_mode()
+def paths_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]:
+    """Decode a path for each pair (start, goal), greedily except for detours. Returns token ids."""
+    model, device = decodable(model), next(model.parameters()).device
+    cache = model.new_cache(len(pairs), task.steps + 3, device=device)
+    tokens = torch.tensor(pairs, device=device) + task.first_node
+    distance = task.distances_to([goal for _, goal in pairs])
+    nodes, paths = [start for start, _ in pairs], [[] for _ in pairs]
+    for step in range(task.steps + 1):
+        tokens = model.extend(tokens, cache).argmax(-1, keepdim=True)
+        for b, (_, goal) in enumerate(pairs):
+            path, node, token = paths[b], nodes[b], int(tokens[b])
+            if path and (path[-1] >= task.first_node or node < 0):
+                continue  # ended, or left the streets
+            if node != goal and rng.random() < share:
+                turns = [turn for turn, after in task.exits[node] if distance[b, after] < task.steps - step]
+                turns = [turn for turn in turns if turn != token] or turns
+                token = int(rng.choice(turns)) if turns else token
+            path.append(token)
+            nodes[b] = int(task.neighbor[node, token]) if token < task.first_node else node
+            tokens[b] = token
+    return paths
+
+
+# ---- compression ----
+
+def prefixes_to(task, node: int, goal: int, n_steps: int, rng) -> list[int] | None:
+    """Return the ids of a random walk of n_steps that ends at a node on the way to goal.
+
+    Draws the walk backwards. None if it meets a place that no street leads to.
+    """
+    turns = []
+    for _ in range(n_steps):
+        before, turn = (task.neighbor == node).nonzero()
+        if not len(before):
+            return None
+        i = rng.integers(len(before))
+        node = int(before[i])
+        turns.append(int(turn[i]))
+    return [task.first_node + node, task.first_node + goal, *reversed(turns)]
+
+
+def pairs_of_walks(task, n: int, rng) -> list[list[int]]:
+    """Return 2 n prefixes (ids): pairs of walks with the same length, end and destination."""
+    prefixes = []
+    while len(prefixes) < 2 * n:
+        node, goal = task.held_out_pairs[rng.integers(len(task.held_out_pairs))]
+        longest = task.steps - int(task.distances_to([goal])[0, node])
+        if longest >= 1:
+            n_steps = rng.integers(1, longest + 1)
+            two = [prefixes_to(task, node, goal, n_steps, rng) for _ in range(2)]
+            if None not in two and two[0] != two[1]:
+                prefixes += two
+    return prefixes
+
+
+def same_paths(model, task, prefixes, batch_size: int) -> float:
+    """Return the fraction of prefix pairs with the same greedy continuation."""
+    paths = [path for i in range(0, len(prefixes), batch_size)
+             for path in generate(model, prefixes[i:i + batch_size], task.steps + 1, temperature=0, eos_id=task.end)]
+    return float(np.mean([a == b for a, b in zip(paths[::2], paths[1::2])]))
+
+
+def compression(model, task, prefixes, batch_size: int) -> float:
+    """Return the fraction of pairs where what follows the first is possible after the second."""
+    generator, n_pairs = torch.Generator().manual_seed(0), max(1, batch_size // N_CONTINUATIONS)
+    found = []
+    for i in range(0, len(prefixes), 2 * n_pairs):
+        part = prefixes[i:i + 2 * n_pairs]
+        first, second = ([prefix for prefix in part[k::2] for _ in range(N_CONTINUATIONS)] for k in (0, 1))
+        texts = continuations(model, first, task.steps + 1, task.end, generator)
+        found.append(possible(model, second, texts).view(-1, N_CONTINUATIONS).all(1))
+    return torch.cat(found).double().mean().item()
+
+
+@torch.inference_mode()
+def continuations(model, prefixes, n: int, end: int, generator) -> list[list[int]]:
+    """Sample up to n ids with probabilities above EPSILON after each prefix, until `end`."""
+    model, (idx, lengths) = decodable(model), pad(prefixes, next(model.parameters()).device)
+    cache = allocate_cache(model, prefixes, n)
+    logits, tokens = model.extend(idx, cache, lengths), []
+    for _ in range(n):
+        probs = logits.float().softmax(-1)
+        likely = (probs > EPSILON).scatter(-1, probs.argmax(-1, keepdim=True), True)  # at least one
+        tokens.append(probs.masked_fill(~likely, 0).cpu().multinomial(1, generator=generator))
+        logits = model.extend(tokens[-1].to(idx.device), cache)
+    rows = torch.cat(tokens, 1).tolist()
+    return [row[:row.index(end) + 1] if end in row else row for row in rows]
+
+
+@torch.inference_mode()
+def possible(model, prefixes, texts):
+    """Return True (N,) if all ids of a text have probabilities above EPSILON after its prefix."""
+    device = next(model.parameters()).device
+    idx, lengths = pad([prefix + text for prefix, text in zip(prefixes, texts)], device)
+    starts, place = torch.tensor([len(prefix) for prefix in prefixes], device=device), torch.arange(1, idx.shape[1])
+    in_text = (place.to(device) >= starts[:, None]) & (place.to(device) < lengths[:, None])
+    log_probs, _ = target_log_probs(model.logits(idx[:, :-1]), idx[:, 1:])
+    return ((log_probs > log(EPSILON)) | ~in_text).all(1).cpu()
+
+
+# ---- effective rank ----
+
+def effective_rank(states) -> float:
+    """Return exp of the entropy of the normalized singular values of states (N, C)."""
+    from scipy.stats import entropy
+    values = torch.linalg.svdvals(states.double())
+    return exp(entropy(values[values >= 1e-12]))
+
+
+@torch.inference_mode()
+def states_of(model, idx, batch_size: int):
+    """Return the final hidden states of idx (B, T) as (B T, C), on the CPU."""
+    device = next(model.parameters()).device
+    return torch.cat([model.final_hidden(part.to(device)).flatten(0, 1).cpu() for part in idx.split(batch_size)])
+
+
+# ---- the map ----
+
+def layout(task) -> np.ndarray:
+    """Fit positions (nodes, 2) to streets of length 1 in their directions, by least squares."""
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.linalg import lsqr
+    a, turn = (task.neighbor >= 0).nonzero()
+    steps = np.array([COMPASS[name] for name in task.symbols[:task.first_node]], float)[turn]
+    steps /= np.linalg.norm(steps, axis=1, keepdims=True)
+    n = len(a)
+    entries = np.concatenate([np.ones(n), -np.ones(n)])
+    places = np.tile(np.arange(n), 2), np.concatenate([task.neighbor[a, turn], a])
+    matrix = csr_matrix((entries, places), shape=(n, len(task.nodes)))
+    return np.stack([lsqr(matrix, steps[:, axis])[0] for axis in (0, 1)], 1)
+
+
+def follow(node: int, goal: int, turns, true: dict, used: dict, degree: Counter, max_degree: int, pending=None):
+    """Follow a walk. Returns its places up to the goal, or to where a street can be invented.
+
+    true, used {(node, turn): neighbor}: existing streets, and streets used so far; degree: number
+    of used streets that leave each place; pending: a street (node, turn) about to be invented.
+    """
+    path, end, new = [node], 1, [pending] if pending else []
+    for k, turn in enumerate(turns):
+        street, has_room = (node, turn), degree[node] + sum(a == node for a, _ in new) < max_degree
+        if street not in used and street not in new and has_room:
+            end = k + 1
+        if street in used:
+            node = used[street]
+        elif street in true and street != pending and (street in new or has_room):
+            new += [street] if street not in new else []
+            node = true[street]
+        else:
+            break
+        path.append(node)
+    return path if len(path) > len(turns) and node == goal else path[:end]
+
+
+def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
+    """Return the streets {(node, turn): neighbor} that walks use, and the number of failed walks.
+
+    walks: (start, goal, turns); near[node]: places that an invented street may lead to.
+    """
+    used, degree, n_failed = {}, Counter(), 0
+
+    def take(path, turns):
+        for node, turn, after in zip(path, turns, path[1:]):
+            if (node, turn) not in used:
+                used[node, turn] = after
+                degree[node] += 1
+
+    for start, goal, turns in walks:
+        path = follow(start, goal, turns, true, used, degree, max_degree)
+        take(path, turns)
+        while len(path) <= len(turns):
+            street, rest = (path[-1], turns[len(path) - 1]), turns[len(path):]
+            if street in used or degree[street[0]] >= max_degree:
+                break
+            heads = near[street[0]]
+            if rest:
+                found = [follow(head, goal, rest, true, used, degree, max_degree, street) for head in heads]
+                best = max(found, key=len, default=[])
+            else:
+                best = [goal] if goal in heads else []
+            if len(best) < min(2, 1 + len(rest)):
+                break
+            take([street[0], best[0]], [street[1]])
+            take(best, rest)
+            path = path + best
+        n_failed += len(path) <= len(turns)
+    return used, n_failed
+
+
+def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
+    """Sample n walks between held-out pairs. Returns (start, goal, turns) of those that end."""
+    walks = []
+    for first in range(0, n, batch_size):
+        chosen = rng.integers(len(task.held_out_pairs), size=min(batch_size, n - first))
+        pairs = [task.held_out_pairs[i] for i in chosen]
+        prompts = [[task.first_node + start, task.first_node + goal] for start, goal in pairs]
+        paths = generate(model, prompts, task.steps + 1, eos_id=task.end, seed=first)
+        walks += [(*pair, path[:-1]) for pair, path in zip(pairs, paths)
+                  if path[-1] == task.end and len(path) > 1 and max(path[:-1]) < task.first_node]
+    return walks
+
+
+def plot(maps: dict):
+    """Draw a panel per run. maps: {name: (positions, existing streets, invented streets)}."""
+    from matplotlib.collections import LineCollection
+    figure, all_axes = figures.new_figure('City map reconstructed from walks (invented streets in red)', len(maps),
+                                          (5, 5.5), columns=3)
+    for axes, (name, (positions, true, invented)) in zip(all_axes, maps.items()):
+        axes.set_axis_off()
+        for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
+            axes.add_collection(LineCollection([positions[[a, b]] for a, b in streets], **style))
+        axes.autoscale()
+        axes.set_aspect('equal')
+        axes.set_title(f'{name}\n{len(true)} existing streets, {len(invented)} invented')
+    return figure
+
+
+def measure(run, s: Settings) -> tuple[dict, tuple]:
+    """Return a run's CSV row, and its map for `plot`."""
+    model, data = figures.load(run, s)
+    task = getattr(data, 'task', None)
+    if not hasattr(task, 'held_out_pairs'):
+        raise UserError(f'{run} was trained on {data.folder}: expected a run on the data manhattan')
+    pairs = task.held_out_pairs
+    for_paths, for_walks, for_prefixes = np.random.default_rng(0).spawn(3)  # the same for all models
+    paths = [path for i in range(0, len(pairs), s.batch_size)
+             for path in paths_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_paths)]
+    valid = [task.is_valid(start, goal, path) for (start, goal), path in zip(pairs, paths)]
+    walks = sampled_walks(model, task, s.n_walks, s.batch_size, for_walks)
+    true = {(node, turn): after for node, exits in enumerate(task.exits) for turn, after in exits}
+    positions = layout(task)
+    near = [[int(b) for b in (np.linalg.norm(positions - place, axis=1) <= s.distance).nonzero()[0]]
+            for place in positions]
+    used, n_failed = rebuild(walks, true, near, s.max_degree)
+    existing, invented = ([(a, b) for (a, turn), b in used.items() if (true.get((a, turn)) == b) == exists]
+                          for exists in (True, False))
+    prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
+    row = {'run': run.folder, 'detours': float(np.mean(valid)),
+           'compression': compression(model, task, prefixes, s.batch_size),
+           'same_way': same_paths(model, task, prefixes, s.batch_size),
+           'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
+           'existing': len(existing), 'invented': len(invented), 'not_taken': len(true) - len(existing),
+           'walks': len(walks), 'walks_without_a_place': n_failed, 'pairs': len(pairs)}
+    return row, (positions, existing, invented)
+
+
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    rows, maps = zip(*(measure(run, s) for run in runs))
+    figures.show(rows)
+    return {'.csv': list(rows), '.png': plot(dict(zip(named(runs, s.labels).values(), maps)))}
+
+
+if __name__ == '__main__':
+    main()

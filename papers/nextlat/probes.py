@@ -1,0 +1,138 @@
+"""Linear probes that predict later tokens from frozen states (NextLat paper, TinyStories figures).
+
+    python -m papers.nextlat.probes RUN RUN ... --out=NAME
+
+For each offset k = 1 ... 20, a linear layer is trained to predict x_{t+k} from the state after x_t,
+with the run's data, batch size, weight decay and learning rate (--learning_rate sets one for all).
+The state is `trunk(idx)` if the model has it (MTP before its last blocks, BST's forward encoder),
+else `final_hidden`. Targets beyond the end of a document are ignored. Writes validation losses to
+NAME.csv, and differences to the first run's configuration to NAME.png: give next-token runs first.
+"""
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+import torch.nn.functional as F
+
+from analysis import figures
+from analysis.runs import curves_of, finished, spread
+from lm_architectures.data.text.shards import Data
+from lm_architectures.files import UserError
+from lm_architectures.machine.devices import DType, make_progress
+from lm_architectures.run.run_settings import check_windows
+from train import make_optimizer
+
+
+@dataclass
+class Settings(figures.ModelSettings):
+    offsets: int = 20  # number of probes: one for each offset from 1 to this
+    steps: int = 20_000  # training steps of the probes
+    learning_rate: float | None = None  # learning rate of the probes; None: the run's
+    eval_tokens: int = 1_000_000  # validation tokens to evaluate the probes on, or all if there are fewer
+    dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+
+
+def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tensor:
+    """Return x_{t+offset} at each t, -1 past window or document: tokens (B, T + 1) -> (B, T)."""
+    B, T = tokens.shape[0], tokens.shape[1] - 1
+    targets = torch.full((B, T), -1, dtype=torch.int64, device=tokens.device)
+    ends = F.pad((tokens == eos_id).cumsum(1), (1, 0))  # number of eos before each token
+    within = ends[:, offset:-1] == ends[:, :T - offset + 1]  # no eos among x_t ... x_{t+offset-1}
+    targets[:, :T - offset + 1] = tokens[:, offset:].masked_fill(~within, -1)
+    return targets
+
+
+@torch.no_grad()
+def states(model, idx: torch.Tensor, s: Settings) -> torch.Tensor:
+    """Return the frozen states that the probes read: idx (B, T) -> (B, T, C) fp32."""
+    with figures.autocast(s.dtype, idx.device):
+        h = model.trunk(idx) if hasattr(model, 'trunk') else model.final_hidden(idx)
+    return h.float()
+
+
+def nats(probe, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return a probe's summed nll. h (B, T, C), targets (B, T); -1 is ignored."""
+    return F.cross_entropy(probe(h).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction='sum')
+
+
+def train_step(model, probes, optimizer, windows: torch.Tensor, eos_id: int, rows: int, s: Settings, clip: float):
+    """Train all probes for one step on windows (B, T + 1), `rows` windows at a time."""
+    totals = [int((offset_targets(windows, k, eos_id) >= 0).sum()) for k in range(1, s.offsets + 1)]
+    for part in windows.split(rows):
+        h = states(model, part[:, :-1], s)
+        for k, (probe, total) in enumerate(zip(probes, totals), 1):
+            (nats(probe, h, offset_targets(part, k, eos_id)) / max(1, total)).backward()
+    for probe in probes:
+        torch.nn.utils.clip_grad_norm_(probe.parameters(), clip or inf)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(model, probes, data: Data, train_settings, s: Settings, device) -> list[float]:
+    """Return the mean validation loss of each probe in nats."""
+    T, rows = train_settings.block_size, train_settings.micro_batch_size
+    n = max(1, min(s.eval_tokens // T, data.n_rows('val', T)))
+    sums, counts = torch.zeros(2, len(probes), dtype=torch.float64)
+    for first in range(0, n, rows):
+        idx, targets = (x.to(device) for x in data.val_batch(range(first, min(n, first + rows)), T))
+        windows, h = torch.cat([idx, targets[:, -1:]], 1), states(model, idx, s)
+        for i, probe in enumerate(probes):
+            wanted = offset_targets(windows, i + 1, data.eos_id)
+            sums[i] += nats(probe, h, wanted).item()
+            counts[i] += (wanted >= 0).sum().item()
+    return (sums / counts).tolist()
+
+
+def measure(run, s: Settings) -> list[float]:
+    """Train probes on a run's states. Returns their validation nats at offsets 1, 2, ..."""
+    model, data = figures.load(run, s)
+    device = next(model.parameters()).device
+    rate = run.settings.learning_rate if s.learning_rate is None else s.learning_rate
+    t = replace(run.settings, optimizer='adamw', learning_rate=rate)  # Muon does not train output layers
+    if not isinstance(data, Data):
+        raise UserError(f'{data.folder} is a task and has no text: give --data=FOLDER')
+    if s.offsets > t.block_size:
+        raise UserError(f'offsets is {s.offsets}: expected at most {t.block_size}, the training window of {run}')
+    check_windows(data, t.block_size)
+    model.requires_grad_(False)
+    torch.manual_seed(t.seed)
+    width = states(model, torch.zeros(1, 2, dtype=torch.int64, device=device), s).shape[-1]
+    probes = torch.nn.ModuleList(torch.nn.Linear(width, data.n_ids, device=device) for _ in range(s.offsets))
+    optimizer, progress = make_optimizer(probes, t), make_progress()
+    for step in range(s.steps):
+        idx, targets = (x.to(device) for x in data.train_batch(step, t.batch_size, t.block_size, t.seed))
+        train_step(model, probes, optimizer, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
+                   t.grad_clip)
+        progress(f'{run}: step {step + 1}/{s.steps}')
+    return evaluate(model, probes, data, t, s, device)
+
+
+def table(measured: dict[str, list[list[float]]]) -> list[dict]:
+    """Return CSV rows of {label: [nats by offset of each run]}, with differences to the first."""
+    rows = [{'label': label, 'offset': i} | spread(nats)
+            for label, runs in measured.items() for i, nats in enumerate(zip(*runs), 1)]
+    first = {row['offset']: row['mean'] for row in rows if row['label'] == rows[0]['label']}
+    return [row | {'difference': row['mean'] - first[row['offset']]} for row in rows]
+
+
+def plot(rows: list[dict]):
+    figure, (axes,) = figures.new_figure('Linear probes of later tokens')
+    figures.draw(axes, rows, 'offset', 'difference', marker='o')
+    axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
+    axes.set(xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows[0]["label"]}, nats')
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    figures.add_legend(figure, 'Mean over seeds')
+    return figure
+
+
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    measured = curves_of(runs, lambda own: [measure(run, s) for run in finished(own)], labels=s.labels)
+    rows = table(measured)
+    figures.show([row for row in rows if row['offset'] in (1, s.offsets)], 'label', 'offset', 'mean', 'difference')
+    return {'.csv': rows, '.png': plot(rows)}
+
+
+if __name__ == '__main__':
+    main()

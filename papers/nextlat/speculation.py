@@ -1,0 +1,169 @@
+"""Speculative decoding by draft length and kind of text (NextLat paper, figures and table).
+
+    python -m papers.nextlat.speculation RUN [RUN ...]                    prompts from the run's own data
+    python -m papers.nextlat.speculation RUN RUN --data=FOLDER,FOLDER     or from other data
+    python -m papers.nextlat.speculation RUN --draft=SMALL                another run drafts
+    torchrun --nproc_per_node=8 -m papers.nextlat.speculation RUN         each GPU decodes some prompts
+
+The paper has 1024 prompts of 512 tokens and 512 new ones, like the defaults. Here, prompts are the
+starts of validation documents, and no text ends early. On each batch of prompts, plain decoding and
+all draft lengths take turns; the speed-up is the median over batches of the ratio of times.
+`accepted` is the mean number of accepted tokens per verification, which yields one more token.
+Cumulative acceptance at i is the probability that the first i tokens of a draft are all accepted.
+
+Writes NAME.csv (--out=NAME), and NAME.png with speed-up and cumulative acceptance over the draft
+length. NAME.md has, for each run and data folder, the best fixed length (2 or more), its accepted
+tokens, and the speed-up of `auto`, which the paper lacks.
+"""
+import operator
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from pathlib import Path
+
+from analysis import figures
+from analysis.runs import group_by, long_documents, named
+from lm_architectures.decode.generation import generate
+from lm_architectures.decode.speculation import DraftLen, longest_draft, speculative_generate
+from lm_architectures.files import UserError
+from lm_architectures.machine.devices import Device, DType, decoding_dtype, init_distributed, local_device
+from lm_architectures.machine.parallel import all_gather, rank, world
+from lm_architectures.run.folders import load_run, run_data
+from lm_architectures.run.load import load_draft
+from lm_architectures.settings import check_ranges
+
+SIDE = operator.itemgetter('run', 'data')  # of a row: the curve it belongs to
+
+
+@dataclass
+class Settings(figures.Settings):
+    data: tuple[str, ...] | None = None  # data folders of the prompts; None: the run's own
+    draft: str | None = None  # run folder of a draft model; None: each model drafts for itself
+    draft_lens: tuple[DraftLen, ...] = (*range(1, 11), 'auto')  # lengths to compare; skips those the model cannot draft
+    n_prompts: int = 1024  # prompts per data folder: the first validation documents that are long enough
+    prompt_tokens: int = 512  # tokens of each prompt; shorter documents are skipped
+    new_tokens: int = 512  # tokens generated after each prompt
+    temperature: float = 1.0  # 0: greedy decoding
+    batch_size: int = 1  # prompts decoded at a time
+    device: Device = 'auto'  # auto: cuda if there is a GPU, else cpu
+    dtype: DType = 'auto'  # weights and cache; auto: bfloat16 on CUDA, float32 elsewhere
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ranges(self, new_tokens=2)
+
+
+def draft_lengths(lengths: tuple[DraftLen, ...], model, draft) -> list[DraftLen]:
+    """Return the lengths that the model can draft. UserError if there is none."""
+    longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
+    possible = [n for n in lengths if n == 'auto' or n <= longest]
+    for n in ('auto', *possible):
+        longest_draft(model, draft, n)
+    if not possible:
+        raise UserError(f'draft_lens is {lengths}: this model drafts up to {longest} tokens')
+    return possible
+
+
+def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int]]:
+    """Return the starts of validation documents. UserError if prompt and new tokens do not fit."""
+    T, block_size = s.prompt_tokens, record['settings']['block_size']
+    if T + s.new_tokens > block_size:
+        raise UserError(f'{T} prompt tokens and {s.new_tokens} new ones do not fit the context of {block_size} tokens '
+                        'that the run was trained on: lower prompt_tokens or new_tokens')
+    documents = long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
+    return [document.tolist() for document in documents]
+
+
+# ---- measuring ----
+
+def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
+    """Return a row {'draft_len', 'speedup', 'accepted', 'tokens_per_s', ...} per draft length."""
+    sides = list(dict.fromkeys(('plain', *draft_lengths(s.draft_lens, model, draft))))
+    batches = [prompts[start:start + s.batch_size] for start in range(0, len(prompts), s.batch_size)]
+    for side in sides:
+        decode(model, draft, side, batches[0], min(32, s.new_tokens), s)  # warm-up
+    own = [{side: decode(model, draft, side, batch, s.new_tokens, s, seed) for side in sides}
+           for seed, batch in list(enumerate(batches))[rank()::world()]]
+    measured = [batch for share in all_gather(own) for batch in share]
+    plain, rows = [batch['plain'][0] for batch in measured], []
+    for n in sides[1:]:
+        seconds, drafts = zip(*(batch[n] for batch in measured))
+        tried, accepted = sum((d.tried_at for d in drafts), Counter()), sum((d.accepted_at for d in drafts), Counter())
+        shares = accumulate((accepted[i] / n_tried for i, n_tried in sorted(tried.items())), operator.mul)
+        rows.append({
+            'draft_len': n, 'speedup': statistics.median(a / b for a, b in zip(plain, seconds)),
+            'accepted': accepted.total() / sum(d.rounds for d in drafts),
+            'tokens_per_s': len(prompts) * s.new_tokens / sum(seconds),
+            **{f'cumulative_{i}': share for i, share in enumerate(shares, 1)}})
+    return rows
+
+
+def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int = 0) -> tuple:
+    """Generate n_new tokens per prompt. Returns (seconds, DraftStatistics or None for 'plain')."""
+    start, drafts = time.perf_counter(), None
+    if draft_len == 'plain':
+        generate(model, prompts, n_new, temperature=s.temperature, seed=seed)
+    else:
+        _, drafts = speculative_generate(model, prompts, n_new, draft=draft, draft_len=draft_len,
+                                         temperature=s.temperature, seed=seed)
+    return time.perf_counter() - start, drafts
+
+
+# ---- results ----
+
+def summary(rows: list[dict], names: dict[str, str]) -> list[dict]:
+    """Return the rows of NAME.md, per run and data folder, from those of NAME.csv.
+
+    names: {run folder: label}.
+    """
+    found = []
+    for (run, data), own in group_by(rows, SIDE).items():
+        fixed = [row for row in own if row['draft_len'] != 'auto']
+        best = max([row for row in fixed if row['draft_len'] > 1] or fixed or own, key=lambda row: row['speedup'])
+        auto = [f'{row["speedup"]:.2f}' for row in own if row['draft_len'] == 'auto']
+        found.append({'run': names[run], 'data': data, 'speed-up': f'{best["speedup"]:.2f}',
+                      'accepted': f'{best["accepted"]:.2f}', 'length': best['draft_len'], 'auto': ''.join(auto)})
+    return found
+
+
+def plot(rows: list[dict], names: dict[str, str]):
+    """Draw speed-up and cumulative acceptance: a line per run and folder."""
+    figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 2, (6, 4))
+    for i, ((run, data), own) in enumerate(group_by(rows, SIDE).items()):
+        style = dict(color=f'C{i}', label=f'{names[run]}, {Path(data).name}', marker='o')
+        speedups = {row['draft_len']: row['speedup'] for row in own}
+        if 'auto' in speedups:
+            left.axhline(speedups.pop('auto'), color=f'C{i}', linestyle='--')
+        left.plot(list(speedups), list(speedups.values()), **style)
+        longest = max([row for row in own if row['draft_len'] != 'auto'] or own, key=len)
+        shares = [share for name, share in longest.items() if name.startswith('cumulative')]
+        right.plot(range(1, len(shares) + 1), shares, **style)
+    left.set(xlabel='draft length, tokens', ylabel='speed-up over plain decoding', title='dashed: automatic length')
+    right.set(xlabel='position in the draft', ylabel='cumulative acceptance probability', ylim=(0, 1))
+    figures.add_legend(figure, 'Run, data')
+    return figure
+
+
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    init_distributed('gloo')
+    device, rows = local_device(s.device), []
+    names = {run.folder: label for run, label in named(runs, s.labels).items()}
+    dtype = decoding_dtype(s.dtype, device.type)
+    for run in runs:
+        model, record = load_run(run.folder, device, dtype, s.code)
+        draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
+        for data in s.data or [record['settings']['data']]:
+            prompts = read_prompts(record, data, s)
+            rows += [{'run': run.folder, 'data': data} | row for row in compare_lengths(model, draft, prompts, s)]
+    if rank() > 0:
+        return {}
+    figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')
+    return {'.csv': rows, '.md': figures.markdown_table(summary(rows, names)) + '\n', '.png': plot(rows, names)}
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,242 @@
+"""Gradient of later losses at a position (SPS paper, figure 5a and eq. 6).
+
+    python -m papers.sps.gradient_flow RUN RUN ... --out=NAME
+
+The loss at step i + k depends on position p of step i only through what later positions read of it.
+Relative to the gradient that p receives from the loss of its own step,
+
+    r(p, k) = ||gradient of the loss at i + k|| / ||gradient of the loss at i||,
+
+both with respect to p's own copy of the parameters: the blocks and its input embedding, without
+head and final norm. Two-stream models have two positions per step, x_i and rho_i, each with a copy.
+r is averaged over 8 steps of each of 1,000 random validation documents, read from their start.
+
+Writes NAME.png (r over k, raw and smoothed) and NAME.csv. No copies are made: for a linear layer
+with input a and output gradient g at a position, the gradient of that position's weights is g a^T,
+with norm ||g|| ||a||. 1,000 documents take about 850,000 passes over 540 tokens on average.
+"""
+import random
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import inf, log10
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from analysis import figures
+from analysis.runs import curves_of, finished, long_documents
+from lm_architectures.files import UserError
+from lm_architectures.machine.devices import DType, make_progress
+
+STREAMS = 'x', 'rho'
+TREND = 21  # smoothing window in offsets (the paper's script)
+SEED = 0  # for documents and positions
+IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data'  # settings that are written to the CSV
+
+
+@dataclass
+class Settings(figures.ModelSettings):
+    n_documents: int = 1000  # number of validation documents
+    positions: int = 8  # random steps i >= block_size / 16 per document
+    block_size: int = 1024  # tokens read of each document, at most the runs' training windows
+    max_k: int | None = None  # largest k; None: half of block_size
+    batch_size: int = 8  # losses per backward pass
+    dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+
+
+# ---- the gradient of a position's own parameters ----
+
+def linear_square(layer, a, g):
+    """Return ||gradient||^2 (...) of a linear layer: inputs a (..., n_in), output gradients g."""
+    return (a.square().sum(-1) + (layer.bias is not None)) * g.square().sum(-1)
+
+
+def norm_square(norm, a, g):
+    """Return ||gradient||^2 of an RMSNorm: a, g (B, S, P, ..., C) -> (B, S, P)."""
+    g = g * F.rms_norm(a, norm.normalized_shape, eps=norm.eps)
+    return g.unsqueeze(-2).flatten(3, -2).sum(3).square().sum(-1)  # heads share the weights
+
+
+SQUARES = {nn.Linear: linear_square, nn.RMSNorm: norm_square}
+
+
+def layers_of(model) -> dict:
+    """Return {layer: function from SQUARES} for the layers of the blocks.
+
+    Raises UserError for a model without blocks, with other layer types, or with repeated blocks.
+    """
+    layers = {layer: SQUARES.get(type(layer)) for layer in getattr(model, 'blocks', nn.ModuleList()).modules()
+              if [*layer.parameters(recurse=False)]}
+    if not layers or None in layers.values() or hasattr(model, 'iterates') and model.config.K > 1:
+        raise UserError(f'{type(model).__module__} cannot be analyzed: expected a run of standard, sps or nextlat, '
+                        'whose blocks have only linear layers and RMSNorm')
+    return layers
+
+
+@contextmanager
+def recorded_uses(model, layers, T, positions):
+    """Context manager: yield {layer: (input, output gradient)}, filled by forward and backward.
+
+    Both are (B, S, P, ...), with S = 2 where both streams of model_sps are active, else 1. The
+    keys 'x' (token embedding) and 'rho' (<predict> embedding) have input None.
+    """
+    uses = {}
+
+    def at_positions(x):
+        x = x.detach().unflatten(1, (-1, T))  # two streams are concatenated along time
+        return x.index_select(2, positions).to(torch.promote_types(x.dtype, torch.float32))
+
+    def watch(y, key, a=None):
+        y.register_hook(lambda g: uses.update({key: (a, at_positions(g))}))
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(
+                lambda layer, args, y: watch(y, layer, at_positions(args[0]))))
+        hooks.enter_context(model.embed.register_forward_hook(  # not for the one id of <predict>
+            lambda _, args, y: watch(y.requires_grad_(), 'x') if args[0].numel() > 1 else None))
+        if hasattr(model, 'n_x_layers'):  # model_sps
+            first = model.blocks[model.n_x_layers]
+            hooks.enter_context(first.register_forward_pre_hook(lambda _, args: watch(args[0], 'rho')))
+        yield uses
+
+
+def squared_norms(model, layers, uses):
+    """Return ||gradient||^2 (B, S, P) of each position's copy of the parameters.
+
+    The token embedding counts for x, even where rho reads it; <predict> counts for rho.
+    """
+    total = uses['x'][1].square().sum(-1)
+    if 'rho' in uses:
+        total = torch.cat([total, uses['rho'][1][:, 1:].square().sum(-1)], 1)
+    for layer, square in layers.items():
+        part = square(layer, *uses[layer])
+        # layers with one stream: x below rho's first layer, the output stream in the last layer
+        ends_in_rho = total.shape[1] == 2 and model.output == (1,)
+        first = total.shape[1] - part.shape[1] if ends_in_rho and layer in {*model.blocks[-1].modules()} else 0
+        total[:, first:first + part.shape[1]] += part
+    return total
+
+
+def gradient_norms(model, ids, positions, steps):
+    """Return gradient norms (J, S, P) of the losses at ascending `steps` (J,) at `positions` (P,).
+
+    ids (n,) int64: a document. Each loss has a row of the batch, so one backward pass computes all.
+    """
+    layers = layers_of(model)
+    weight = model.head.weight if model.config.pad_rows_in_loss else model.head.weight[:model.config.n_ids]
+    idx = ids[:steps[-1] + 1].expand(len(steps), -1)
+    with recorded_uses(model, layers, idx.shape[1], positions) as uses:
+        logits = model.final_hidden(idx)[torch.arange(len(steps), device=ids.device), steps] @ weight.T
+        F.cross_entropy(logits.to(weight.dtype), ids[steps + 1], reduction='sum').backward()
+    return squared_norms(model, layers, uses).sqrt()
+
+
+def ratios(model, ids, positions, max_k, batch_size):
+    """Return r(p, k), k = 0 to max_k, (P, S, max_k + 1), of ids (n,) and ascending positions (P,).
+
+    inf or nan where the loss does not depend on p at its own step, such as rho of Reverse SPS.
+    """
+    steps = torch.unique(positions[:, None] + torch.arange(max_k + 1, device=ids.device))
+    norms = None
+    for part in steps.split(batch_size):
+        reached = positions[positions <= part[-1]]
+        found = gradient_norms(model, ids, reached, part)  # (J, S, P)
+        if norms is None:
+            norms = torch.zeros(len(positions), found.shape[1], max_k + 1, dtype=torch.float64)
+        k = part[:, None] - reached
+        row, column = ((k >= 0) & (k <= max_k)).nonzero(as_tuple=True)
+        norms[column.cpu(), :, k[row, column].cpu()] = found[row, :, column].cpu().double()
+    return norms / norms[:, :, :1]
+
+
+# ---- over documents and runs ----
+
+def fitted(s: Settings, runs: list) -> Settings:
+    """Return the settings with block_size and max_k fitted to the runs' training windows."""
+    block = min(s.block_size, *(run.settings.block_size for run in runs))
+    filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
+    print(f'the first {block} tokens of each document, k up to {filled.max_k}, positions from {block // 16} on')
+    if block < shortest_document(filled) - 1:
+        raise UserError(f'block_size is {block}, too short for {s.positions} positions from {block // 16} on '
+                        f'and max_k = {filled.max_k} after them. Lower max_k or positions')
+    return filled
+
+
+def shortest_document(s: Settings) -> int:
+    """Return the minimum document length, including eos: 585 with the paper's settings."""
+    return s.block_size // 16 + s.positions + s.max_k + 1
+
+
+def draw_positions(n_tokens: int, s: Settings, rng: random.Random) -> list[int]:
+    """Draw ascending steps of a document of n_tokens, each followed by at least max_k losses."""
+    return sorted(rng.sample(range(s.block_size // 16, n_tokens - s.max_k - 1), s.positions))
+
+
+def mean_ratios(model, documents, s: Settings):
+    """Return r(p, k) averaged over documents (ids (n,)) and positions: (S, max_k + 1) float64."""
+    device, rng, progress, total = model.embed.weight.device, random.Random(SEED), make_progress(), 0
+    model.requires_grad_(False)
+    for done, document in enumerate(documents, 1):
+        positions = torch.tensor(draw_positions(len(document), s, rng), device=device)
+        with figures.autocast(s.dtype, device):
+            each = ratios(model, torch.as_tensor(document, device=device), positions, s.max_k, s.batch_size)
+        total = total + each.mean(0)
+        progress(f'{done} of {len(documents)} documents')
+    return total / len(documents)
+
+
+def measure(run, s: Settings):
+    """Return a run's mean r(p, k), (S, max_k + 1), and the number of documents."""
+    model, data = figures.load(run, s)
+    documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED)
+    return mean_ratios(model, documents, s), len(documents)
+
+
+def table(runs: list, s: Settings) -> list[dict]:
+    """Return CSV rows of runs that differ only in the seed: means, and the settings."""
+    measured = [measure(run, s) for run in finished(runs)]
+    means = sum(mean for mean, _ in measured) / len(measured)
+    used = {'runs': len(measured), 'documents': measured[0][1], **{name: getattr(s, name) for name in IN_CSV}}
+    rows = []
+    for stream, mean in zip(STREAMS, means[:, 1:].tolist()):
+        if not mean[0] < inf:
+            print(f'{runs[0]}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
+            continue
+        rows += [{'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend, **used, 'seed': SEED}
+                 for k, (ratio, trend) in enumerate(zip(mean, log_trend(mean)), 1)]
+    return rows
+
+
+def log_trend(ratios: list[float]) -> list:
+    """Smooth the logarithms up to the first ratio of 0 (no path that far back); then ''."""
+    end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
+    trend = figures.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
+    return [10 ** y for y in trend] + [''] * (len(ratios) - end)
+
+
+def plot(rows: list[dict]):
+    figure, (axes,) = figures.new_figure('Gradient of later losses at a position')
+    shown = [row | {'label': f'{row["label"]}, {row["stream"]}'} for row in rows if row['smoothed'] != '']
+    style_of = {f'{label}, {stream}': style | {'linestyle': line}
+                for label, style in figures.styles(row['label'] for row in rows).items()
+                for stream, line in zip(STREAMS, ('-', ':'))}
+    figures.draw(axes, shown, 'k', 'ratio', style_of, marker=None, linewidth=1.5)
+    figures.draw(axes, shown, 'k', 'smoothed', style_of, marker=None, alpha=0.4, linewidth=0.8, label=None)
+    axes.set(xlabel='distance k from the position to the loss, tokens', yscale='log',
+             ylabel='gradient norm / gradient norm at k = 0')
+    figures.add_legend(figure, 'Faint: smoothed\nx: input stream\nrho: prediction stream')
+    return figure
+
+
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    s = fitted(s, runs)
+    rows = figures.labeled(curves_of(runs, lambda own: table(own, s), labels=s.labels))
+    figures.show([row for row in rows if row['k'] in (1, 4, 16, 64, 256, s.max_k)], 'label', 'stream', 'k', 'ratio')
+    return {'.csv': rows, '.png': plot(rows)}
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,127 @@
+"""Loss from restricting the persistent state to recent tokens (SPS paper, section 5 and figure 5b).
+
+    python -m papers.sps.restricted_state RUN RUN ... --out=NAME
+
+M_omega is the trained model M, without retraining, whose persistent state is restricted to the last
+omega = 64 positions: the persistent stream of the SPS family (both streams of 2x Memory), all keys
+and values of other models. At each position i of a document this measures
+
+    extra nll at i = nll of M_omega at i - nll of M at i,
+
+averaged over 8,000 validation documents of at least 2,049 tokens, read from their start. The first
+omega + 1 positions are omitted because nothing changes there. Writes NAME.png (raw and smoothed)
+and NAME.csv; prints means, and ratios of the first run's extra nll to that of the other runs.
+"""
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from analysis import figures
+from analysis.runs import curves_of, finished, long_documents
+from lm_architectures.files import UserError
+from lm_architectures.machine.devices import DType, make_progress
+from lm_architectures.score.scoring import target_log_probs
+from lm_architectures.settings import check_ranges
+
+TREND = 201  # smoothing window in positions (the paper's script)
+
+
+@dataclass
+class Settings(figures.ModelSettings):
+    omega: int = 64  # past positions of the persistent state that M_omega sees
+    n_documents: int = 8000  # number of validation documents: the first that are long enough
+    block_size: int = 2048  # tokens read per document, capped at the runs' training window
+    batch_size: int = 4  # documents evaluated at a time
+    dtype: DType = 'float32'  # matmul dtype: float32, bfloat16, or auto (bfloat16 on a GPU, many times faster)
+
+    def __post_init__(self):
+        check_ranges(self, omega=0, n_documents=1, block_size=1, batch_size=1)
+
+
+def restricted(model, omega: int):
+    """Return M_omega: a model with the same weights and a persistent window of omega.
+
+    Raises UserError if the model has no such window, or a window of omega or less.
+    """
+    config = model.config
+    name = getattr(config, 'state_window', None)
+    if name is None:
+        raise UserError(f'{type(model).__module__} has a state without a window (Config.state_window): expected a run '
+                        'of sps, standard or context_ready')
+    trained = getattr(config, name)
+    if trained is not None and trained <= omega:
+        raise UserError(f'the model was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '
+                        'smaller omega')
+    narrow = type(model)(replace(config, **{name: omega}))
+    narrow.load_state_dict(model.state_dict())
+    weight = model.embed.weight
+    return narrow.to(weight.device, weight.dtype).eval()
+
+
+@torch.no_grad()
+def nll_by_position(model, windows, s: Settings):
+    """Return the nats at each position summed over windows (N, T + 1): (T,) float64, on the CPU."""
+    windows = torch.as_tensor(windows, device=model.embed.weight.device)
+    with figures.autocast(s.dtype, windows.device):
+        log_probabilities, _ = target_log_probs(model.logits(windows[:, :-1]), windows[:, 1:])
+    return -log_probabilities.sum(0).cpu().double()
+
+
+def measure(run, s: Settings):
+    """Return (nll of M, nll of M_omega, n_documents), nll (T,) float64 averaged over documents."""
+    model, data = figures.load(run, s)
+    narrow = restricted(model, s.omega)
+    documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
+    progress, whole, cut = make_progress(), 0, 0
+    for start in range(0, len(documents), s.batch_size):
+        windows = documents[start:start + s.batch_size]
+        whole = whole + nll_by_position(model, windows, s)
+        cut = cut + nll_by_position(narrow, windows, s)
+        progress(f'{run}: {start + len(windows)} of {len(documents)} documents')
+    return whole / len(documents), cut / len(documents), len(documents)
+
+
+def table(runs: list, s: Settings) -> list[dict]:
+    """Return CSV rows of runs that differ only in the seed: means, and the settings."""
+    *sums, documents = zip(*(measure(run, s) for run in finished(runs)))
+    whole, cut = (sum(parts) / len(parts) for parts in sums)
+    seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes
+    extra = (cut - whole)[seen:].tolist()
+    columns = zip(extra, figures.smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
+    used = {name: getattr(s, name) for name in ('omega', 'block_size', 'dtype', 'data')}
+    return [{'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll, 'restricted_nll': restricted_nll,
+             'runs': len(documents), 'documents': documents[0], **used}
+            for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
+
+
+def plot(rows: list[dict]):
+    title = f'Loss with only the last {rows[0]["omega"]} positions of the persistent state'
+    figure, (axes,) = figures.new_figure(title)
+    figures.draw(axes, rows, 'position', 'extra_nll', marker=None, alpha=0.3, linewidth=0.8, label=None)
+    figures.draw(axes, rows, 'position', 'smoothed', marker=None, linewidth=2)
+    axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylabel='extra loss, nats per token')
+    figures.add_legend(figure, 'Thin: each position\nThick: smoothed')
+    return figure
+
+
+@figures.script(Settings)
+def main(runs: list, s: Settings) -> dict:
+    block, summary = min(s.block_size, *(run.settings.block_size for run in runs)), []
+    print(f'the first {block} tokens of each document')
+    if block < s.omega + 2:
+        raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
+    s = replace(s, block_size=block)
+    curves = curves_of(runs, lambda own: table(own, s), labels=s.labels)
+    for label, line in curves.items():
+        found = {'extra nll, mean': np.mean([row['extra_nll'] for row in line]), 'last': line[-1]['smoothed']}
+        first = summary[0] if summary else found
+        summary.append({'label': label, **found, 'documents': line[0]['documents'], **{
+            f'first / {key}': first[key] / value if value else None for key, value in found.items()}})
+    rows = figures.labeled(curves)
+    figures.show(summary)
+    return {'.csv': rows, '.png': plot(rows)}
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,164 @@
+"""Comparisons that train runs: learning-rate search, reuse of runs, and the results table."""
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, assert_sentence, run, succeeded
+from test_analysis import write_run
+
+from analysis import compare
+from analysis.compare import Method
+from analysis.figures import mean_and_interval, read_csv
+from analysis.runs import Run
+from lm_architectures.files import UserError
+
+BUDGET = ['--max_tokens=800', '--warmup_tokens=80', '--dtype=float32']
+SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
+
+
+def finished_run(folder, model='standard', tokens=100, loss=2.0, settings=None, **values):
+    """Write a finished run of a small model with one evaluation at its end."""
+    own = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values
+    settings = {'max_tokens': tokens, 'learning_rate': 1e-3} | (settings or {})
+    record = {'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss, 'tokens_per_s': 1234}
+    write_run(folder, [], model, settings=settings, log=[record], **own)
+    return folder
+
+
+def given(command):
+    """Return {setting: value} of a train.py command line."""
+    return dict(arg[2:].split('=') for arg in command if '=' in arg)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Replace training by a loss that is lowest at a learning rate of 1e-3; return the commands."""
+    commands, run_command = [], subprocess.run
+
+    def train(command, **kwargs):
+        if str(ROOT / 'train.py') not in command:  # git, which reads the commit
+            return run_command(command, **kwargs)
+        commands.append(command)
+        own = given(command)
+        folder, rate, seed = Path(own['out_dir']), float(own.get('learning_rate', 1e-3)), int(own.get('seed', 1))
+        values = {key: int(own[key]) for key in ('n_layer', 'n_head', 'n_embd', 'd_k', 'd_v') if key in own}
+        model, tokens = own.get('model', 'standard'), int(own.get('max_tokens', 100))
+        settings = {key: own[key] for key in ('data', 'dtype') if key in own} | {'learning_rate': rate, 'seed': seed}
+        settings['warmup_tokens'] = int(own.get('warmup_tokens', 50_000_000))
+        loss = 2 + abs(math.log(rate / 1e-3)) + seed / 10
+        finished_run(folder, model, tokens, loss, settings, **values)
+        (folder / 'ckpt' / 'step_00000001').mkdir(parents=True, exist_ok=True)
+        if rate > 1e-2 or ('log_interval' in own and '--resume' not in command):  # diverges, or is killed once
+            (folder / 'log.jsonl').write_text('')
+        if rate > 0.1:  # diverges before a step is logged
+            shutil.rmtree(folder)
+        return SimpleNamespace(stderr='the gradients were not finite' if rate > 1e-2 else 'killed')
+    monkeypatch.setattr(subprocess, 'run', train)
+    monkeypatch.setattr(compare, 'open_data', lambda data: SimpleNamespace(sha256='x' * (data == 'elsewhere')))
+    monkeypatch.setattr(compare, 'pick_device', lambda name: 'cpu')
+    return commands
+
+
+def test_runs_are_trained_once_and_interrupted_ones_are_resumed(tmp_path, trained):
+    cells = {tmp_path / 'a': [], tmp_path / 'b': ['--log_interval=9']}
+    with pytest.raises(UserError, match='b did not finish: killed'):
+        compare.train_all(cells, jobs=1)
+    for _ in range(2):
+        compare.train_all(cells, jobs=1)
+    assert [(given(command)['out_dir'][-1], command[-1]) for command in trained] == [
+        ('a', '--overwrite'), ('b', '--overwrite'), ('b', '--resume')]
+
+
+@pytest.mark.parametrize('args, sentence', [
+    (['--n_layer=3'], 'has n_layer = 2, but 3 was given'), (['--max_tokens=200'], 'has max_tokens = 100'),
+    (['--model=sps'], "has model = 'standard'"), (['--data=elsewhere'], 'was trained on data other than elsewhere')])
+def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path, trained):
+    finished_run(tmp_path / 'a', settings={'data': 'here'})
+    compare.train_all({tmp_path / 'a': ['--data=here', '--n_layer=2', '--micro_batch_size=3']}, jobs=1)
+    with pytest.raises(UserError, match=sentence):
+        compare.train_all({tmp_path / 'a': ['--data=here', *args]}, jobs=1)
+    assert not trained
+
+
+def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
+    for _ in range(2):  # nothing is trained the second time
+        methods = {name: Method(BUDGET, f'{tmp_path}/{name}', rate)
+                   for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
+        compare.set_best_rates(methods, 1)
+        assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
+    assert len(trained) == 3 + 6
+    for own in map(given, trained):  # seed 0, which is not compared; an eighth of the tokens
+        assert (own['seed'], own['max_tokens'], own['warmup_tokens']) == ('0', '100', '10')
+    _, args = methods['a'].run(1e-3, 1)
+    assert args == [*BUDGET, '--learning_rate=0.001', '--seed=1']
+    rows = read_csv(tmp_path / 'rates.csv')
+    assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
+        [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
+
+
+def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
+    a, b = Method(BUDGET, f'{tmp_path}/a', 8e-3), Method(BUDGET, f'{tmp_path}/b', 0.1)
+    compare.set_best_rates({'a': a}, 1)
+    assert a.rate == pytest.approx(1e-3, rel=0.25)
+    a.rate = 0.012
+    with pytest.raises(UserError, match='a_lr0.012_seed1 diverged, at the best learning rate of seed 0: the gradients'):
+        compare.train_seeds({'a': a}, 1, 1)
+    for _ in range(2):
+        with pytest.raises(UserError, match='b diverges at learning rates of 0.0667 to 0.15'):
+            compare.set_best_rates({'b': b}, 1)
+
+
+@pytest.mark.parametrize('arguments, sentence', [
+    ([], 'which models?'),
+    (['config/gpn_small.py', 'b: config/gdn_small.py'], "'config/gpn_small.py' has no name"),
+    (['a: config/gpn_small.py', 'b: config/gdn_small.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
+def test_models_that_cannot_be_compared_give_a_clear_error(arguments, sentence, tmp_path, trained):
+    assert_sentence(run('-m', 'analysis.compare', *arguments, f'--out_dir={tmp_path}/out'), sentence)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp_path, trained):
+    sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 --learning_rate=2e-3'
+    command = 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here', '--max_tokens=100'
+    succeeded(run('-m', *command, '--rates_only'))
+    assert {given(own)['seed'] for own in trained} == {'0'} and (tmp_path / 'rates.csv').exists()
+    for _ in range(2):  # nothing is trained the second time
+        result = succeeded(run('-m', *command))
+    runs = [(own['model'], own['learning_rate'], own['seed']) for own in map(given, trained)]
+    assert len(runs) == len(set(runs))
+    for model in ('standard', 'gpn'):
+        rate, = {rate for name, rate, seed in runs if name == model and seed == '5'}
+        assert float(rate) == pytest.approx(1e-3, rel=0.25)
+        assert {seed for name, own, seed in runs if (name, own) == (model, rate)} == {*'012345'}
+    assert '| minus a |' in result.stdout and '| 1,234 |' in result.stdout and 'commit' in result.stdout
+    assert {'rates.csv', 'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_one_model_gets_its_learning_rate_and_a_table_without_differences(tmp_path, trained):
+    side = f'a: --model=standard {SMALL}'
+    result = succeeded(run('-m', 'analysis.compare', side, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
+                           '--max_tokens=100', '--seeds=2'))
+    assert '\n| a | ' in result.stdout and 'minus' not in result.stdout
+
+
+def test_table_values_follow_from_the_runs(tmp_path):
+    losses = {'a': (2.0, 2.1, 2.3), 'b': (2.2, 2.4, 2.45), 'c': (1.0, 1.0, 1.1)}
+    kinds = {'a': ('standard', {}), 'b': ('nanogpt', {}),
+             'c': ('gpn', dict(d_emb=8, d_k=4, d_v=6, n_layer=1, scan='loop'))}
+    runs = {name: [finished_run(tmp_path / f'{name}{i}', model, 1000, loss, **values)
+                   for i, loss in enumerate(losses[name])] for name, (model, values) in kinds.items()}
+    a, b, c = compare.table(runs)
+    assert (b['loss'], b['perplexity']) == pytest.approx((2.35, math.exp(2.35)))
+    gap = mean_and_interval((0.2, 0.3, 0.15), 'minus_first', 'its_low', 'its_high')
+    assert {key: b[key] for key in gap} == pytest.approx(gap) and gap['minus_first'] == pytest.approx(0.65 / 3)
+    assert a['minus_first'] is None and a['its_low'] is None
+    assert mean_and_interval(losses['a'], 'loss', 'low', 'high').items() <= a.items()
+    assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
+    model = Run(runs['c'][0]).model
+    assert c['state_bytes'] == model.new_cache(1, 8).nbytes
+    assert c['parameters'] == sum(p.numel() for p in model.parameters())
+    assert c['flops'] == 1000 * model.flops_per_token(8)
+    assert '| +0.2167 |' in compare.loss_table([a, b, c])

@@ -1,0 +1,322 @@
+"""`lm_architectures.hf.export --to_hf`: every architecture and tokenizer works in transformers and lm-eval."""
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import MODELS, ROOT, make_run, run, saved_bytes, succeeded
+from packaging.version import Version
+
+import model_standard
+from lm_architectures.data.text.tokenizers import load_tokenizer
+from lm_architectures.data.text.train_tokenizer import train_tokenizer
+from lm_architectures.files import UserError
+from lm_architectures.hf import export, families, import_model
+from lm_architectures.hf import tokenizers as hf_tokenizers
+from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.score.scoring import Scorer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]
+transformers = pytest.importorskip('transformers')
+pytest.importorskip('lm_eval')
+from lm_architectures.score.lm_eval_adapter import RunLM
+
+TEXTS = ['a text of some words', "Hello  world, don't\r\n\t 12345", ' a naïve 日本 ☃\n\nx', '']
+
+
+@pytest.fixture(autouse=True, scope='module')
+def code_folder(tmp_path_factory):
+    """Keep the code that transformers copies from model folders in a temporary folder."""
+    from transformers import dynamic_module_utils
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, 'HF_MODULES_CACHE', str(tmp_path_factory.mktemp('modules')))
+        yield
+
+
+def assert_lm_eval_agrees(folder, model, own, ends=None):
+    """Check that lm-eval's model on the export scores and generates like ours on the run."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    lm = HFLM(pretrained=str(folder), trust_remote_code=True, device='cpu', dtype='float32', batch_size=2,
+              add_bos_token=bool(own.start))
+    ours = RunLM(Scorer(model, 64), own, ends)
+
+    def ask(kind, *pairs):
+        return [Instance(kind, {}, pair, i) for i, pair in enumerate(pairs)]
+    pairs = ask('loglikelihood', ('a text', ' of words'), ('', 'Hello  world'), ('some words a ' * 30, ' text'))
+    for (a, is_a), (b, is_b) in zip(lm.loglikelihood(pairs), ours.loglikelihood(pairs)):
+        assert abs(a - b) < 1e-5 and is_a == is_b
+    options = {'until': ['\n'], 'max_gen_toks': 12, 'do_sample': False}
+    asked = ask('generate_until', *((text, options) for text in ('a text', 'some words of a', *'Heltwrdi')))
+    assert lm.generate_until(asked) == ours.generate_until(asked)
+    lm.add_bos_token = False  # else it also scores bos
+    texts = ask('loglikelihood_rolling', ('of some words',), (' Hello  world' * 40,))
+    assert lm.loglikelihood_rolling(texts) == pytest.approx(ours.loglikelihood_rolling(texts), abs=1e-4)
+
+
+def load_exported(folder, kind=transformers.AutoModelForCausalLM):
+    return kind.from_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_every_architecture_runs_in_transformers(tmp_path, name):
+    """Checks logits, states, padding on both sides, cached generation, beam search, the loss."""
+    needs_gpu = {'attention': 'triton', 'head_size': 32} if name in ('standard', 'sps') else {}  # read as `auto`
+    if name == 'standard':
+        needs_gpu['rope_scaling'] = (8.0, 1.0, 4.0, 32.0)
+    model, _ = make_run(tmp_path / 'run', name, eos_id=256 if name in ('standard', 'sps') else None, **needs_gpu)
+    export.export_run(tmp_path / 'run', tmp_path / name, exact=True)
+    theirs = load_exported(tmp_path / name)
+    assert getattr(theirs.model.config, 'rope_scaling', None) == getattr(model.config, 'rope_scaling', None)  # a tuple
+    theirs.save_pretrained(tmp_path / 'again')
+    idx, mask = torch.randint(0, 256, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
+    mask[1, :5], mask[2, 17:] = 0, 0
+    with torch.no_grad():
+        logits, (states,) = theirs(idx, attention_mask=mask, output_hidden_states=True, return_dict=False)
+        assert logits.shape[-1] == 257
+        for row, real in zip(range(3), (slice(0, 20), slice(5, 20), slice(0, 17))):
+            for found, want in ((logits, model.logits), (states, model.final_hidden)):
+                want = want(idx[row:row + 1, real])[0, :, :found.shape[-1]]
+                assert (found[row, real] - want).abs().max() < 1e-5
+        headless = load_exported(tmp_path / name, transformers.AutoModel)
+        assert headless(idx, attention_mask=mask).last_hidden_state.equal(states)
+    mask[2] = 1
+    for options in (dict(attention_mask=mask), dict(attention_mask=mask, num_beams=2)):
+        cached, whole = (theirs.generate(idx, max_new_tokens=16, do_sample=False, pad_token_id=256, use_cache=use_cache,
+                                         **options) for use_cache in (True, False))
+        assert torch.equal(cached, whole)
+    targets = torch.cat([idx[:, 1:], torch.full((3, 1), -1)], 1)
+    assert torch.isclose(theirs(idx, labels=idx).loss, model(idx, targets)['loss'], atol=1e-5)
+    assert theirs.get_input_embeddings() is theirs.model.embed and not theirs.accepts_loss_kwargs
+    with pytest.raises(ValueError, match='the model has 257 ids, which cannot change'):
+        theirs.resize_token_embeddings(300)
+
+
+@pytest.mark.parametrize('exact', [True, False])
+def test_the_model_card_says_what_was_trained_and_how_to_load_it(tiny_run, tmp_path, exact):
+    from huggingface_hub import ModelCard
+    export.export_run(tiny_run, tmp_path / 'hf', exact)
+    card, record = ModelCard.load(tmp_path / 'hf/README.md'), folders.read_run(tiny_run)
+    log, weights = folders.read_log(tiny_run), checkpoint.load_checkpoint(tiny_run)[1]
+    assert (card.data.license, card.data.library_name) == ('unknown', 'transformers')
+    for part in (f'# {tiny_run.name}\n', 'arXiv 2607.01218', '| training tokens | 2,560 |', '| training step | 20 |',
+                 f'| validation loss, nats per token | {log[-1]["val"]:.4f} |', '| learning_rate | `0.01` |',
+                 f'| parameters | {sum(p.numel() for p in weights.values()):,} |', '| training data | tiny |',
+                 f'| written as | {"the model code" if exact else "Llama"} |',
+                 f'"n_embd": {record["model_config"]["n_embd"]}'):
+        assert part in card.text, card.text
+    assert ('trust_remote_code' in card.text) is exact and str(tiny_run.parent) not in card.content
+
+
+def exported(tmp_path, name, **settings):
+    """Write a run with random weights, export it with its code, and load that."""
+    make_run(tmp_path / 'run', name, **settings)
+    export.export_run(tmp_path / 'run', tmp_path / 'hf', exact=True)
+    return load_exported(tmp_path / 'hf')
+
+
+def test_trainer_accumulates_gradients(tmp_path):
+    """Four micro-batches give the loss and the weights of one batch."""
+    pytest.importorskip('accelerate')
+    exported(tmp_path, 'nextlat')
+    idx, found = torch.randint(0, 256, (16, 20)), []
+    rows = [{'input_ids': row, 'labels': row} for row in idx]
+    for n in (1, 4):
+        args = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=8 // n, gradient_accumulation_steps=n, max_steps=2, optim='sgd',
+            learning_rate=0.1, logging_steps=1, save_strategy='no', report_to=[], disable_tqdm=True, use_cpu=True)
+        trainer = transformers.Trainer(load_exported(tmp_path / 'hf'), args, train_dataset=rows)
+        trainer.train()
+        found.append((trainer.model, [line['loss'] for line in trainer.state.log_history[:2]]))
+    (a, losses), (b, same_losses) = found
+    assert losses == pytest.approx(same_losses, abs=1e-5)
+    assert max((p - q).abs().max() for p, q in zip(a.parameters(), b.parameters())) < 1e-6
+
+
+def test_a_training_step_runs_the_model_once(tmp_path):
+    """In training mode with labels there are no logits. Evaluation has both."""
+    model, idx, calls = exported(tmp_path, 'sps'), torch.randint(0, 256, (2, 20)), []
+    model.model.blocks[0].register_forward_hook(lambda *args: calls.append(1))
+    for is_training, n_calls in ((True, 1), (False, 2)):
+        found = model.train(is_training)(idx, labels=idx)
+        assert len(calls) == n_calls and (found.logits is None) == is_training and found.loss.requires_grad
+        calls.clear()
+
+
+def test_gradient_checkpointing_where_the_model_has_it(tmp_path):
+    model, idx = exported(tmp_path, 'sps').train(), torch.randint(0, 256, (2, 20))
+    saved = saved_bytes(lambda: model.model.final_hidden(idx))
+    model(idx, labels=idx).loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    assert saved_bytes(lambda: model.model.final_hidden(idx)) < saved / 2
+    model(idx, labels=idx).loss.backward()
+    assert all(torch.allclose(p.grad, grad, atol=1e-6) for p, grad in zip(model.parameters(), grads))
+    with pytest.raises(ValueError, match='does not support'):
+        exported(tmp_path / 'gpn', 'gpn').gradient_checkpointing_enable()
+
+
+@pytest.mark.parametrize('name, targets, settings', [
+    ('gpn', 'all-linear', {}), ('context_ready', 'all-linear', {}), ('sps', ['embed'], {'tied_head': False}),
+    ('nextlat', ['head'], {})])
+def test_lora_reaches_every_layer_and_merges(tmp_path, name, targets, settings):
+    peft = pytest.importorskip('peft')
+    model, idx = exported(tmp_path, name, **settings), torch.randint(0, 256, (2, 20))
+    plain = model(idx).logits.detach()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type='CAUSAL_LM')).train()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(5):
+        losses.append(model(idx, labels=idx).loss)
+        losses[-1].backward()
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[4] < losses[0] and not unused
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p) * p.requires_grad  # also rows that no gradient reached
+    adapted, options = model.eval()(idx, labels=idx), dict(max_new_tokens=9, do_sample=False, pad_token_id=256)
+    assert (adapted.logits - plain).abs().max() > 1e-2
+    cached, whole = (model.generate(input_ids=idx, use_cache=use_cache, **options) for use_cache in (True, False))
+    assert cached.equal(whole)
+    model.save_pretrained(tmp_path / 'adapter')
+    again = peft.PeftModel.from_pretrained(load_exported(tmp_path / 'hf'), tmp_path / 'adapter')
+    assert again(idx).logits.equal(adapted.logits)
+    merged = model.merge_and_unload()(idx, labels=idx)
+    assert (merged.logits - adapted.logits).abs().max() < 1e-5 and abs(merged.loss - adapted.loss) < 1e-5
+
+
+def test_an_adapter_that_would_miss_a_shared_module_is_refused(tmp_path):
+    model = exported(tmp_path, 'context_ready', variant='tied')
+    model.model.blocks[1].ffn.up = torch.nn.Linear(32, 128)  # as PEFT replaces one of the two
+    with pytest.raises(ValueError, match='model.blocks.1.ffn.up and model.correction.up are one module'):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.fixture(scope='module')
+def tokenizers(tmp_path_factory):
+    import sentencepiece
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    folder = tmp_path_factory.mktemp('tokenizers')
+    (folder / 'own.json').write_text(train_tokenizer(TEXTS * 40, 280))
+    fast = Tokenizer.from_file(str(folder / 'own.json'))
+    fast.add_special_tokens(['<s>'])
+    fast.save(str(folder / 'plain.json'))
+    fast.post_processor = TemplateProcessing(single='<s> $A', special_tokens=[('<s>', fast.token_to_id('<s>'))])
+    fast.save(str(folder / 'starts.json'))
+    for kind, options in (('bpe', dict(vocab_size=300, byte_fallback=True)), ('unigram', dict(vocab_size=60))):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 40), model_prefix=str(folder / kind), model_type=kind, minloglevel=2,
+            hard_vocab_limit=False, user_defined_symbols=['<sep>'], **options)
+    return folder
+
+
+@pytest.mark.parametrize('name, bos, ends', [
+    ('byte', False, None), ('own.json', False, [0, *range(60, 200)]), ('plain.json', True, None),
+    ('starts.json', True, None), ('starts.json', False, None), ('bpe.model', False, None), ('bpe.model', True, None),
+    ('unigram.model', True, None)])
+def test_every_tokenizer_is_exported(tokenizers, tmp_path, name, bos, ends):
+    """Ids, eos and bos are the same, whatever post-processor the tokenizer file has."""
+    pytest.importorskip('google.protobuf')
+    model, own = make_run(tmp_path / 'run', 'sps', name if name == 'byte' else tokenizers / name, bos, ends)
+    if name.endswith('.model') and Version(transformers.__version__) < Version('5.24'):  # 3.10 has 5.20
+        with pytest.raises(UserError, match='converts .* to a tokenizer with other ids'):
+            export.export_run(tmp_path / 'run', tmp_path / 'hf')
+        return
+    export.export_run(tmp_path / 'run', tmp_path / 'hf')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
+    for text in TEXTS:
+        ids = [*own.start, *own.encode(text)]
+        assert theirs(text).input_ids == ids
+        for part in (ids, ids[2:]):  # the second may start with a space
+            assert theirs.decode(part, skip_special_tokens=True) == own.decode_text(part)
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (own.eos_id, own.bos_id if bos else None)
+    assert_lm_eval_agrees(tmp_path / 'hf', model, own, ends)
+
+
+def test_a_tokenizer_that_transformers_converts_wrongly_is_refused(tokenizers, monkeypatch):
+    pytest.importorskip('google.protobuf')
+    monkeypatch.setattr(hf_tokenizers, 'load_tokenizer', lambda name: SimpleNamespace(encode=lambda text: [0]))
+    with pytest.raises(UserError, match='converts .*bpe.model to a tokenizer with other ids'):
+        hf_tokenizers.fast_tokenizer(str(tokenizers / 'bpe.model'))
+
+
+def test_exported_gpt2_and_task_tokenizers_give_the_same_ids(tmp_path, monkeypatch):
+    """GPT-2's merges are reconstructed from tiktoken's ranks."""
+    from lm_architectures.hf.tokenizers import byte_level, save_tokenizer
+    ranks = {bytes([i]): i for i in range(256)} | {b'ab': 256, b'cd': 257, b'abcd': 258, b' abcd': 259}
+    import tiktoken
+    bpe = tiktoken.Encoding('own', pat_str=r"'s| ?\w+|\s+", mergeable_ranks=ranks, special_tokens={})
+    for text in ('abcd abcd', 'cdab xabcdd  ab', 'bcda'):
+        assert byte_level(ranks).encode(text).ids == bpe.encode(text)
+    name = 'path_star:degree=2,length=3,nodes=8,train_rows=20,val_rows=4'
+    save_tokenizer(tmp_path, name, False, 32)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs('1,2|3,4/1,2=').input_ids == load_tokenizer(name).encode('1,2|3,4/1,2=')
+
+
+def test_the_chat_template_survives_import_and_export(tmp_path):
+    from test_llama import make_folder
+    make_folder(tmp_path / 'folder', 'Llama 2')
+    (tmp_path / 'own.json').write_text(train_tokenizer(TEXTS * 40, 257))
+    (tmp_path / 'folder/tokenizer.json').write_bytes((tmp_path / 'own.json').read_bytes())
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'chat_template': '{{ messages }}'}
+    (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(config))
+    import_model.import_folder(tmp_path / 'folder', tmp_path / 'run')
+    succeeded(run('-m', 'lm_architectures.hf.export', tmp_path / 'run', f'--to_hf={tmp_path}/back'))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'back').chat_template == '{{ messages }}'
+
+
+FORK = '''
+import torch
+import model_standard as standard  # the whole module
+
+Config = standard.Config
+
+
+class Model(standard.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer('count', torch.tensor(3))
+        self.register_buffer('scale', torch.tensor([2.0]), persistent=False)
+
+    def _logits(self, h):
+        return super()._logits(h) * self.scale * self.count
+'''
+
+
+@pytest.mark.parametrize('tokenizer', ['byte', 'a5:length=4'])
+def test_a_qwen2_with_another_tokenizer_says_so(tokenizer, tmp_path, capsys):
+    make_run(tmp_path / 'run', tokenizer=tokenizer, qkv_bias=True)
+    export.export_run(tmp_path / 'run', tmp_path / 'hf')
+    assert 'AutoTokenizer splits the texts of a Qwen2 by rules of its own' in capsys.readouterr().out
+
+
+def test_a_fork_with_buffers_runs_in_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, 'ADDED', {})
+    (tmp_path / 'model_buffers.py').write_text(FORK)
+    model, _ = make_run(tmp_path / 'run', models.add_file(str(tmp_path / 'model_buffers.py')))
+    export.export_run(tmp_path / 'run', tmp_path / 'hf')
+    idx = torch.arange(20)[None]
+    assert torch.allclose(load_exported(tmp_path / 'hf')(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
+
+
+def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypatch):
+    """Not those of a file that imports another model's, adds a function, or of attn_kernels."""
+    model, _ = make_run(tmp_path / 'run', 'gpn_no_decay', n_embd=64)
+    idx = torch.arange(20)[None]
+    export.export_run(tmp_path / 'run', tmp_path / 'hf')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
+    assert torch.allclose(theirs(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
+    monkeypatch.setattr(models, 'ADDED', {})
+    source, getsource = (ROOT / 'model_standard.py').read_text(), inspect.getsource
+    for name, text, kernels in (('same', source, str), ('own', f'{source}\ndef make_mask(*args):\n    pass\n', str),
+                                ('altered', source, lambda text: text.replace('softmax', 'sigmoid'))):
+        (tmp_path / f'model_{name}.py').write_text(text)
+        record = {'model': models.add_file(str(tmp_path / f'model_{name}.py')), 'code': None}
+        monkeypatch.setattr(families.inspect, 'getsource', lambda x: kernels(getsource(x)))  # noqa: B023
+        family, reason = families.family_of(record, model_standard.Config())
+        assert family == ('llama' if name == 'same' else None)
+    assert 'is not the unedited model_standard.py' in reason

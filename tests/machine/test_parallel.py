@@ -1,0 +1,266 @@
+"""Several processes: FSDP equals DDP, and runs resume on any number of processes."""
+import json
+import os
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, STEP_TOKENS, TINY, bit_flips, losses, run, run_subprocess, succeeded
+
+import model_standard
+import train
+from attn_kernels import Mask
+from lm_architectures.data import open_data
+from lm_architectures.files import UserError
+from lm_architectures.machine import devices
+from lm_architectures.machine.parallel import full_tensor, shard_model
+from lm_architectures.run import checkpoint, models, run_settings
+from lm_architectures.run.dry_run import state_bytes
+
+STEPS = 50
+MODELS = {
+    'standard': ['--model=standard', '--checkpoint_blocks=True'],
+    'sps': ['--model=sps', '--window=4'],
+    'nextlat': ['--model=nextlat', '--horizon=3', '--acceptance_prompts=2'],
+    'mtp': ['--model=mtp', '--horizon=2'],
+    'jtp': ['--model=jtp', '--horizon=2'],
+    # Sharded as one group (some read weights without calling modules). Low rates limit rounding.
+    'bst': ['--model=bst', '--learning_rate=1e-3'],
+    'gpn': ['--model=gpn', '--d_emb=16', '--d_k=8', '--d_v=8', '--segment_len=8', '--learning_rate=1e-3'],
+    'gdn': ['--model=gdn', '--n_layer=1', '--n_head=1', '--learning_rate=1e-3'],
+    'context_ready': ['--model=context_ready', '--learning_rate=1e-3'],
+    'context_ready_tied': ['--model=context_ready', '--variant=tied', '--learning_rate=1e-3'],
+    'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
+}
+
+# Runs several trainings in the same processes, to start them only once.
+SEVERAL = '''
+import json, os, sys
+import train
+end, os._exit = os._exit, lambda code: None
+for argv in json.load(open(sys.argv[1])):
+    train.main(argv)
+end(0)
+'''
+
+
+def arguments(data, out, model, *args):
+    return [*TINY, f'--data={data}', f'--out_dir={out}', *MODELS[model], '--micro_batch_size=1',
+            f'--max_tokens={STEPS * STEP_TOKENS}', '--save_interval=10', '--keep_checkpoints=9', '--eval_interval=25',
+            *map(str, args)]
+
+
+def run_on_processes(n, folder, code, *args):
+    """Run code on n processes and return the result."""
+    (folder / 'script.py').write_text(code)
+    return run_subprocess('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', folder / 'script.py',
+                     *args, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+
+
+def train_several(folder, processes, trainings):
+    """Run several trainings (argv of train.py each) on the same processes; return the result."""
+    (folder / 'trainings.json').write_text(json.dumps(trainings))
+    return succeeded(run_on_processes(processes, folder, SEVERAL, folder / 'trainings.json'))
+
+
+def resume(out, processes, step, *args):
+    """Resume a run on some processes, check that it starts at `step`, and return the result."""
+    argv = [f'--out_dir={out}', '--resume', *args]
+    result = train_several(out.parent, processes, [argv]) if processes > 1 else succeeded(run('train.py', *argv))
+    assert f'from step {step};' in result.stdout, result.stderr
+    return result
+
+
+def is_close(out, other):
+    """Return True if two runs have logged all steps, with the same losses."""
+    have, want = ([loss for loss, *_ in losses(folder).values()] for folder in (out, other))
+    return len(have) == len(want) == STEPS and max(abs(a - b) for a, b in zip(have, want)) < 1e-5
+
+
+def copy_up_to(source, out, step):
+    """Copy a run folder, without checkpoints after a step, as if it was killed then."""
+    shutil.copytree(source, out)
+    for path in checkpoint.checkpoints(out):
+        if checkpoint.step_of(path) > step:
+            shutil.rmtree(path)
+    return out
+
+
+@pytest.fixture(scope='module')
+def trained(tiny_data, tmp_path_factory):
+    """Train standard_ddp and standard_fsdp on two processes; return their parent folder."""
+    folder = tmp_path_factory.mktemp('parallel')
+    result = train_several(folder, 2, [
+        arguments(tiny_data, folder / f'standard_{kind}', 'standard', f'--parallel={kind}', '--sample_tokens=8')
+        for kind in ('ddp', 'fsdp')])
+    assert 'weights in 2 shards' in result.stdout
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_log_and_save_what_one_does(trained, tiny_data, tmp_path):
+    """With FSDP as with DDP."""
+    succeeded(run('train.py', *arguments(tiny_data, tmp_path / 'alone', 'standard')))
+    sharded, copied = trained / 'standard_fsdp', trained / 'standard_ddp'
+    alone, both = losses(tmp_path / 'alone'), losses(copied)
+    assert alone.keys() == both.keys() and is_close(sharded, copied)
+    for step in alone:
+        assert both[step] == pytest.approx(alone[step], rel=1e-4, abs=1e-4), step
+    (state, tensors), (its_state, its_tensors) = (checkpoint.load_checkpoint(out, True) for out in (sharded, copied))
+    assert state['optimizer'] == its_state['optimizer'] and tensors.keys() == its_tensors.keys()
+    assert all(torch.allclose(tensors[name], its_tensors[name], atol=1e-4) for name in tensors)
+
+
+@pytest.mark.parametrize('environment, ranks, is_child', [
+    (dict(RANK='3', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='2', MASTER_ADDR='a'), (3, 8, 1, 2), False),
+    (dict(RANK='1', WORLD_SIZE='2', LOCAL_RANK='1', TORCHELASTIC_RUN_ID='x'), (1, 2, 1, 1), True),
+    (dict(RANK='3', WORLD_SIZE='8', MASTER_ADDR='a'), (0, 1, 0, 1), False), ({}, (0, 1, 0, 1), False)])
+def test_ranks_come_from_torchrun_or_the_environment(monkeypatch, environment, ranks, is_child):
+    """Only torchrun workers exit with their parent."""
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(devices, 'init_distributed', lambda backend: None)
+    assert devices.ranks() == ranks
+    found = devices.start_processes(train.Settings(device='cpu', threads=1))
+    assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
+
+
+def test_waiting_for_other_processes_and_a_taken_port_are_said(monkeypatch, capsys):
+    """The timer is not started here."""
+    environment = dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7', MASTER_PORT='29500')
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with (mock.patch.object(devices.threading, 'Timer') as timer, mock.patch.object(devices.atexit, 'register'),
+          mock.patch.object(dist, 'init_process_group') as start):
+        devices.init_distributed('gloo')
+        seconds, function, args, kwargs = timer.call_args.args
+        start.side_effect = dist.DistNetworkError('EADDRINUSE\nmore')
+        with pytest.raises(UserError, match=r'at node7:29500 \(EADDRINUSE\).* set MASTER_PORT'):
+            devices.init_distributed('gloo')
+    function(*args, **kwargs)
+    assert seconds == 10 and timer().cancel.call_count == 2
+    assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
+
+
+def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
+    """Each is one graph. With PyTorch's attention, because ours runs outside graphs on a CPU."""
+    are_whole, gradients, idx = [], [], torch.arange(40).view(2, 20)
+
+    def nodes(graph, inputs):
+        called = str([node.target for part in graph.modules() if hasattr(part, 'graph') for node in part.graph.nodes])
+        are_whole.append('scaled_dot_product_attention' in called and 'silu' in called)
+        return graph
+    monkeypatch.setattr(model_standard, 'make_mask', lambda *args, **options: Mask('causal'))
+    config = model_standard.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None,
+                                   checkpoint_blocks=True)
+    torch.compiler.reset()
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    for in_parts in (False, True):
+        torch.manual_seed(0)
+        model = model_standard.Model(config)
+        if in_parts:
+            for block in model.blocks:
+                block.compile(backend=nodes)
+            shard_model(model, torch.device('cpu'), None)
+        model(idx, idx)['loss'].backward()
+        gradients.append([full_tensor(p.grad) for p in model.parameters()])
+    dist.destroy_process_group()
+    assert are_whole and all(are_whole)
+    assert all((a - b).abs().max() < 1e-6 for a, b in zip(*gradients))
+
+
+@pytest.mark.slow
+def test_one_process_resumes_from_a_sharded_checkpoint(trained, tmp_path):
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 20)
+    resume(out, 1, 20)
+    assert is_close(out, trained / 'standard_fsdp')
+
+
+@pytest.mark.parametrize('settings, sentence', [
+    (dict(parallel='ddp', shard=2), 'shard is 2, but parallel = ddp'),
+    (dict(parallel='fsdp', optimizer='muon'), 'optimizer = muon needs full matrices'),
+    (dict(parallel='fsdp', batch_size=6), 'batch_size is 6: parallel = fsdp needs a multiple of the number'),
+    (dict(parallel='fsdp', shard=3), 'shard is 3: expected a divisor of the 4 processes')])
+def test_impossible_parallel_settings_give_a_clear_error(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run_settings.check_settings(train.Settings(**settings), open_data('a5'), 4)
+
+
+def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
+    """16 bytes per parameter / 64, and what FSDP gathers and buffers. Nothing is trained."""
+    args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
+            '--batch_size=64', '--dry_run', '--gpu_gib=8']
+    in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
+    model = models.meta_model('standard', models.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
+    held = 16 * (outside + 3 * block) / 64 + 4 * (2 * outside + max(outside, 5 * block))
+    assert state_bytes(model, 64, False) == held
+    assert state_bytes(model, 1, True) == 16 * (outside + 3 * block)
+    assert f'{held / 2**30:.2f} GiB for weights, gradients and moments (1/64, and what FSDP gathers)' in in_parts
+    assert 'the largest micro_batch_size that fits is 1\n' in in_parts and 'largest micro_batch_size' in whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('processes', [2, 4])
+def test_every_model_trains_with_fsdp_as_with_ddp(tiny_data, tmp_path, processes):
+    """With 4 processes also as two replicas of two shards, and compared with one process."""
+    kinds = {'ddp': ['--parallel=ddp'], 'fsdp': ['--parallel=fsdp']}
+    if processes == 4:
+        kinds['hsdp'] = ['--parallel=fsdp', '--shard=2']
+    train_several(tmp_path, processes, [
+        arguments(tiny_data, tmp_path / f'{model}_{kind}', model, *args)
+        for model in MODELS for kind, args in kinds.items()])
+    for model in MODELS:
+        succeeded(run('train.py', *arguments(tiny_data, tmp_path / model, model)))
+        for kind in kinds:
+            assert is_close(tmp_path / f'{model}_{kind}', tmp_path / model), (model, kind)
+
+
+@pytest.mark.long
+def test_a_run_on_two_then_one_then_four_processes_equals_the_uninterrupted_run(trained, tmp_path):
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 20)
+    shutil.rmtree(out / 'ckpt/step_00000010')
+    resume(out, 1, 20)
+    out = copy_up_to(out, tmp_path / 'further', 30)
+    resume(out, 4, 30)
+    assert is_close(out, trained / 'standard_fsdp')
+    for kind in ('ddp', 'fsdp'):
+        again = copy_up_to(out, tmp_path / kind, 40)
+        resume(again, 2, 40, f'--parallel={kind}')
+        assert is_close(again, trained / 'standard_fsdp')
+
+
+@pytest.mark.long
+def test_all_processes_fall_back_from_a_damaged_checkpoint(trained, tmp_path):
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 30)
+    next(bit_flips(out / 'ckpt/step_00000030/optimizer.safetensors', 1))  # and do not restore it
+    assert resume(out, 2, 20).stderr.count('step_00000030 is damaged') == 1
+    assert is_close(out, trained / 'standard_fsdp')
+
+
+# Kills all processes (kill -9) while a checkpoint is written.
+KILLED = '''
+import os, sys
+from lm_architectures.run import checkpoint
+import train
+def kill_at_20(path, remove=checkpoint.remove):
+    if path.name == 'step_00000020':
+        os.kill(os.getpid(), 9)
+    remove(path)
+checkpoint.remove = kill_at_20
+train.main(sys.argv[1:])
+'''
+
+
+@pytest.mark.long
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_previous_one(tiny_data, trained, tmp_path):
+    args = arguments(tiny_data, tmp_path / 'run', 'standard', '--parallel=fsdp')
+    assert run_on_processes(2, tmp_path, KILLED, *args).returncode != 0
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000010']
+    resume(tmp_path / 'run', 2, 10)
+    assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))
+    assert is_close(tmp_path / 'run', trained / 'standard_ddp')

@@ -1,0 +1,165 @@
+"""Scripts elsewhere than on a plain terminal: notebooks, threads, odd streams and environments."""
+import io
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import torch
+from conftest import assert_sentence, config_json, contents, run, succeeded, train_tiny
+
+import train
+from lm_architectures.files import UserError, friendly_errors
+from lm_architectures.machine import devices
+from lm_architectures.run import checkpoint, folders, models, run_settings
+from lm_architectures.settings import load_settings
+from lm_architectures.start import quiet_start
+
+# ---- notebooks, threads, streams ----
+
+def test_scripts_start_in_a_notebook(monkeypatch):
+    """Jupyter's streams have no `reconfigure`, and its backend may be missing in `!python`."""
+    monkeypatch.setattr(sys, 'stdout', io.StringIO())
+    monkeypatch.setattr(sys, 'stderr', io.StringIO())
+    monkeypatch.setenv('MPLBACKEND', 'module://matplotlib_inline.backend_inline')
+    monkeypatch.delitem(sys.modules, 'IPython', raising=False)  # another test may have imported it
+    quiet_start()
+    assert os.environ['MPLBACKEND'] == 'agg'
+    devices.make_progress()('step 1')
+    devices.say('step 2')
+    assert sys.stdout.getvalue() == 'step 1\nstep 2\n'
+
+
+@pytest.mark.slow
+def test_a_reader_of_the_output_may_exit():
+    script = f'{sys.executable} -u train.py --help | head -1'
+    found = subprocess.run(['bash', '-c', script], capture_output=True, text=True)
+    assert found.stdout == 'Train a language model.\n' and found.stderr == ''
+
+
+def test_a_script_called_from_python_raises_its_errors(tmp_path):
+    with pytest.raises(UserError, match='is not a run folder'):
+        train.main([f'--out_dir={tmp_path / "none"}', '--resume'])
+
+
+def test_training_in_a_thread_leaves_signals_alone():
+    def catch():
+        with devices.catch_signals() as stop:
+            return stop
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(catch).result() == []
+
+
+# ---- environment ----
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_named(tiny_data, tmp_path):
+    env = {**os.environ, 'CXX': 'no-such-compiler', 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path / 'cache')}
+    result = train_tiny(tiny_data, tmp_path / 'run', '--compile=True', '--device=cpu', env=env)
+    assert_sentence(result, 'need a C++ compiler', 'no-such-compiler')
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('error', [  # of Triton without a C compiler, and without Python.h
+    RuntimeError('Failed to find C compiler. Please specify via CC environment variable'),
+    subprocess.CalledProcessError(1, ['/usr/bin/gcc', 'cuda_utils.c'])])
+def test_errors_of_triton_become_a_sentence(error):
+    with pytest.raises(SystemExit, match=r'Triton need a C\+\+ compiler and the headers'), friendly_errors(None):
+        raise error
+
+
+@pytest.mark.parametrize('threads, local_world, omp, quota, expected', [
+    (None, 1, None, None, None), (None, 1, '3', None, None), (5, 1, '3', None, 5), (None, 1, 'abc', '250 100', 3),
+    (None, 1, None, 'max 100', None), (None, 2, None, '50 100', 1), (None, 2, None, None, 4), (None, 2, '1', None, 4),
+    (None, 2, '4,2', None, None), (5, 2, '1', None, 5), (None, 99, None, None, 1)])
+def test_threads_follow_the_setting_or_omp_or_cores_and_quota(monkeypatch, tmp_path, threads, local_world, omp, quota,
+                                                              expected):
+    """An expected value of None means PyTorch's default, which reads OMP_NUM_THREADS."""
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    if omp is not None:
+        monkeypatch.setenv('OMP_NUM_THREADS', omp)
+    if quota is not None:
+        (tmp_path / 'cpu.max').write_text(quota)
+    monkeypatch.setattr(devices, 'QUOTA', tmp_path / 'cpu.max')
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: range(8), raising=False)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 8)
+    chosen = []
+    monkeypatch.setattr(torch, 'set_num_threads', chosen.append)
+    devices.set_threads(threads, local_world)
+    assert chosen == ([] if expected is None else [expected])
+
+
+def test_a_home_folder_is_expanded_on_the_command_line(monkeypatch, tmp_path, tiny_run):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    s, positional, _ = load_settings(train.Settings, ['--out_dir=~/x', '--data=a~/b', '~/config.py'])
+    assert (s.out_dir, s.data, positional) == (f'{tmp_path}/x', 'a~/b', ['~/config.py'])
+    shutil.copytree(tiny_run, tmp_path / 'x')
+    assert run_settings.read_settings(train.Settings, ['--resume', '--out_dir=~/x'])[0].out_dir == f'{tmp_path}/x'
+
+
+# ---- starting and failing ----
+
+def test_a_bug_of_an_edited_model_keeps_its_traceback():
+    with pytest.raises(ValueError, match='invalid literal') as error, models.model_errors('mine'):
+        int('bug')
+    assert type(error.value) is ValueError
+
+
+def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', mock.Mock(**{'init.side_effect': RuntimeError('no api_key')}))
+    out, option = tmp_path / 'new', '--wandb_project=p'
+    old = shutil.copytree(tiny_run, tmp_path / 'old')
+    before = contents(old)
+    assert_sentence(train_tiny(tiny_data, out, option), 'no api_key', 'wandb login')
+    assert_sentence(train_tiny(tiny_data, old, option, '--overwrite'), 'no api_key')
+    assert not out.exists() and contents(old) == before
+    monkeypatch.setattr(train, 'train_step', lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_tiny(tiny_data, out)
+    shutil.rmtree(old / 'ckpt/step_00000020')
+    with pytest.raises(ZeroDivisionError):
+        run('train.py', f'--out_dir={old}', '--resume')
+    assert not out.exists() and (old / 'config.json').exists() and checkpoint.checkpoints(old)
+
+
+def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, 'locked_run', lambda *args: io.StringIO())  # a kill cleans nothing up
+        patch.setattr(folders, 'remove', lambda path: path.unlink() if path.name == 'config.json' else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
+    (out / '.lock').touch()
+    assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
+    assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
+    assert config_json(out)['settings']['seed'] == 5
+
+
+# ---- folders of strangers ----
+
+def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_path):
+    for name in ('loss.png', '.loss.png.writing', '.config.json.writing', 'log.jsonl', 'eval.jsonl', '.lock'):
+        out, mine = shutil.copytree(tiny_run, tmp_path / name), tmp_path / f'{name}.mine'
+        mine.write_text('years of work')
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(mine)
+        shutil.rmtree(out / 'ckpt/step_00000020')
+        results = [run('eval.py', out, '--val'), run('train.py', f'--out_dir={out}', '--resume'),
+                   train_tiny(tiny_data, out, '--overwrite', steps=2)]
+        assert mine.read_text() == 'years of work' and not any('Traceback' in r.stderr for r in results), name
+
+
+def test_checkpoints_may_be_kept_elsewhere_but_are_not_overwritten(tiny_data, tiny_run, tmp_path):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
+    disk = shutil.move(out / 'ckpt', tmp_path / 'disk')
+    (out / 'ckpt').symlink_to(disk)
+    before = contents(disk)
+    assert_sentence(train_tiny(tiny_data, out, '--overwrite'), 'ckpt is a link, and --overwrite would delete')
+    assert contents(disk) == before
+    shutil.rmtree(disk / 'step_00000020')
+    succeeded(run('train.py', f'--out_dir={out}', '--resume'))
+    assert (out / 'ckpt').is_symlink() and checkpoint.load_checkpoint(out)[0]['step'] == 20

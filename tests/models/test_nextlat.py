@@ -1,0 +1,244 @@
+"""NextLat, MTP and JTP against the paper's equations in float64; drafts against full forwards."""
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import rotary, rotary_attention, saved_bytes
+
+import attn_kernels
+from lm_architectures.run import models
+
+EOS = 19
+
+
+def make(name='nextlat', eos_id=EOS, dtype=torch.float64, cap=None, **values):
+    """Return a small model with large weights. cap: soft cap of the logits, as in a fork."""
+    torch.manual_seed(0)
+    module = models.model_file(name)
+    shape = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20)
+    model = module.Model(module.Config(eos_id=eos_id, **shape | values)).to(dtype)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3) if p.dim() >= 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
+    if cap:
+        plain = model._logits
+        model._logits = lambda *args, **kwargs: soft_cap(plain(*args, **kwargs), cap)
+    return model
+
+
+def soft_cap(logits, cap):
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+# ---- the paper's equations, one sequence at a time ----
+
+def norm(x, layer):
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight
+
+
+def block(h, layer, documents):
+    """Apply a Transformer block with causal attention within documents to h (T, C)."""
+    T = len(h)
+    documents = torch.tensor(documents)
+    seen = (documents == documents[:, None]).tril().unsqueeze(0)
+    qkv = (norm(h, layer.attn_norm) @ layer.qkv.weight.T).view(1, T, 3, 2, -1)
+    h = h + rotary_attention(qkv, torch.arange(T), seen)[0] @ layer.attn_out.weight.T
+    gate, up = (norm(h, layer.ffn_norm) @ layer.gate_up.weight.T).chunk(2, -1)
+    return h + (F.silu(gate) * up) @ layer.ffn_out.weight.T
+
+
+def dynamics(h, e, layer):
+    x = torch.cat([h, e])
+    x = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt() * layer.norm.weight
+    for fc in (layer.fc1, layer.fc2):
+        x = fc.weight @ x
+        x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    return h + layer.fc3.weight @ x
+
+
+def fetch(h, e, layer):
+    """JTP's Fetch head: h (C,) and the embeddings e (i, C) of the next tokens -> (C,)."""
+    q, k, v = zip(*((layer.qkv.weight @ norm(x, layer.norm)).view(3, 2, -1) for x in (h, *e)))
+    q, k = rotary(q[-1], len(e)), torch.stack([rotary(x, j) for j, x in enumerate(k)])
+    shares = (torch.einsum('hd,jhd->jh', q, k) / math.sqrt(q.shape[-1])).softmax(0)
+    mixed = torch.einsum('jh,jhd->hd', shares, torch.stack(v)).flatten()
+    return norm(e[-1] + layer.attn_out.weight @ mixed, layer.out_norm)
+
+
+def state_loss(a, b, kind):
+    d = (a - b).abs()
+    return d.square().mean() if kind == 'mse' else torch.where(d < 1, 0.5 * d * d, d - 0.5).mean()
+
+
+def encode(model, x):
+    """Return document numbers (T,), the inputs of the last block, and final states (T, C)."""
+    documents = [int((x[:t] == model.config.eos_id).sum()) if model.config.eos_id is not None else 0
+                 for t in range(len(x))]
+    trunk = model.embed.weight[x]
+    for layer in model.blocks[:-1]:
+        trunk = block(trunk, layer, documents)
+    return documents, trunk, norm(block(trunk, model.blocks[-1], documents), model.norm)
+
+
+def ahead(name, model, x, t, encoded):
+    """Yield the vector that predicts x_{t+1+i} from t and the tokens between, i = 1, 2, ..."""
+    (documents, trunk, h), e = encoded, model.embed.weight[x]
+    guess = h[t]
+    for i in itertools.count(1):
+        if name == 'nextlat':
+            guess = dynamics(guess, e[t + i], model.dynamics)
+        elif name == 'mtp':
+            guess = norm(block(trunk, model.future[i - 1], documents), model.norm)[t]
+        else:
+            guess = fetch(h[t], e[t + 1:t + i + 1], model.fetch)
+        yield guess
+
+
+def paper_losses(name, model, idx, targets, cap=None):
+    """Return {'loss', 'nll', parts} from the paper's equations."""
+    c, head = model.config, model.head.weight
+    log_p = lambda h, weight=head: soft_cap(weight @ h, cap).log_softmax(-1)
+    nll, h_terms, kl_terms, ce_terms = [], *([[] for _ in range(c.horizon)] for _ in range(3))
+    is_nextlat = getattr(c, 'objective', None) == 'nextlat'
+    for x, y in zip(idx, targets):
+        T, encoded = len(x), encode(model, x)
+        documents, _, h = encoded
+        counts = [bool(y[t] >= 0) and not (c.eos_id is not None and x[t] == c.eos_id) for t in range(T)]
+        nll += [-log_p(h[t])[y[t]] for t in range(T) if counts[t]]
+        for t in range(T if is_nextlat or name != 'nextlat' else 0):
+            in_document = [s for s in range(t + 1, min(t + c.horizon + 1, T)) if documents[s] == documents[t]]
+            for i, (s, guess) in enumerate(zip(in_document, ahead(name, model, x, t, encoded))):
+                if is_nextlat:
+                    h_terms[i].append(state_loss(guess, h[s].detach() if c.stop_target else h[s], c.state_loss))
+                log_q = log_p(guess, head.detach() if is_nextlat and c.stop_head else head)
+                if counts[s]:
+                    p = log_p(h[s]).detach()
+                    kl_terms[i].append((p.exp() * (p - log_q)).sum())
+                    ce_terms[i].append(-log_q[y[s]])
+    mean = lambda terms: torch.stack(terms).mean() if terms else torch.zeros((), dtype=head.dtype)
+    over_horizons = lambda lists: torch.stack([mean(terms) for terms in lists]).mean()
+    parts = {'nll': mean(nll)}
+    parts['loss'] = parts['nll']
+    if is_nextlat:
+        weights = {'next_hidden': c.lambda_h, c.token_loss: c.lambda_kl}
+        for name, terms in ('next_hidden', h_terms), ('kl', kl_terms), ('ce', ce_terms):
+            if weights.get(name) or not model.training and name != 'ce':
+                parts[name] = over_horizons(terms)
+                parts['loss'] = parts['loss'] + weights.get(name, 0) * parts[name]
+    if name in ('mtp', 'jtp'):
+        parts['further_tokens'] = over_horizons(ce_terms)
+        parts['loss'] = parts['loss'] + c.lambda_mtp * parts['further_tokens']
+    return parts
+
+
+SWITCHES = [dict(), dict(token_loss='ce'), dict(stop_target=False), dict(stop_head=False),
+            dict(token_loss='ce', stop_head=False), dict(lambda_h=0), dict(lambda_kl=0),
+            dict(lambda_h=2.0, lambda_kl=0.1), dict(state_loss='mse'), dict(cap=0.5)]
+CASES = [('nextlat', dict(objective='ntp')),
+         *((name, dict(horizon=d, lambda_mtp=0.4, cap=cap)) for name in ('mtp', 'jtp') for d in (1, 2, 3)
+           for cap in (None, 0.5)),
+         *(('nextlat', dict(horizon=d, **more)) for d in (1, 2, 3) for more in SWITCHES)]
+
+
+@pytest.mark.parametrize('documents, training', [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize('name, case', CASES, ids=lambda x: x if isinstance(x, str) else ' '.join(map(str, x.items())))
+def test_losses_and_gradients_equal_the_papers_equations(name, case, documents, training):
+    model = make(name, EOS if documents else None, **case).train(training)
+    generator = torch.Generator().manual_seed(1)
+    idx = torch.randint(0, 19, (2, 9), generator=generator)
+    idx[0, [2, 3]] = idx[1, 8] = EOS
+    targets = torch.randint(0, 20, (2, 9), generator=generator)
+    targets[1, :4] = -1  # a prompt
+    want, got = paper_losses(name, model, idx, targets, case.get('cap')), model(idx, targets)
+    assert got.keys() == want.keys()
+    for part in want:
+        assert abs(got[part] - want[part]) < 1e-6 * abs(want[part]), part
+    params = list(model.parameters())
+    for g, w in zip(*(torch.autograd.grad(out['loss'], params) for out in (got, want))):
+        assert (g - w).norm() < 1e-6 * w.norm()
+
+
+@pytest.mark.parametrize('name, T', [('nextlat', 200), ('mtp', 200), ('jtp', 200), ('bst', 20)])
+def test_losses_and_gradients_do_not_depend_on_chunk_length(name, T, monkeypatch):
+    model, idx = make(name), torch.randint(0, 20, (2, T), generator=torch.Generator().manual_seed(0))
+
+    def results(width):  # 2 ** 26 makes chunks of 256 rows
+        monkeypatch.setattr(models.model_file(name), 'chunked_loss', lambda fn, rows, params, _, shared=():
+                            attn_kernels.chunked_loss(fn, rows, params, width, shared))
+        out = model(idx, idx)
+        return list(out.values()), torch.autograd.grad(out['loss'], list(model.parameters()))
+    torch.testing.assert_close(results(2 ** 26), results(1))
+
+
+def test_one_seed_gives_all_models_the_same_transformer():
+    def trunk(name, **values):
+        torch.manual_seed(0)
+        module = models.model_file(name)
+        model = module.Model(module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=None,
+                                           **values))
+        tensors = {key.removeprefix('forward_encoder.'): p for key, p in model.named_parameters()}
+        return {key: p for key, p in tensors.items() if key.split('.')[0] in ('embed', 'blocks', 'norm', 'head')}
+    want = trunk('standard', n_ffn=128, tied_head=False)
+    for name, values in (('nextlat', dict(objective='ntp')), ('nextlat', {}), ('mtp', dict(horizon=2)), ('jtp', {}),
+                         ('bst', {})):
+        got = trunk(name, **values)
+        assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+
+
+DRAFTING = pytest.mark.parametrize('name, case', [('nextlat', dict(horizon=1)), ('mtp', dict(horizon=3)),
+                                                  ('jtp', dict(horizon=3))])
+
+
+@DRAFTING
+@pytest.mark.parametrize('documents', [True, False])
+def test_draft_probabilities_are_those_that_training_scores(name, case, documents):
+    """Drafts one token, then two more, after ragged extends and a rollback."""
+    model = make(name, EOS if documents else None, cap=2.0, **case).eval()
+    idx = torch.randint(0, 19, (3, 12), generator=torch.Generator().manual_seed(2))
+    idx[0, 4] = idx[1, 1] = EOS
+    cache = model.new_cache(3, 12, max_call=4)
+    model.extend(idx[:, :6], cache, torch.tensor([4, 6, 5]))
+    run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
+    model.extend(run, cache, torch.tensor([3, 3, 2]))
+    undone = model.draft(run[:, 0], cache, 2, lambda logits: (logits.argmax(-1), logits.softmax(-1)))
+    assert undone[0].shape == (3, 2)  # the rollback below discards it
+    cache.rollback(torch.tensor([1, 0, 1]))
+    held = [6, 9, 6]  # tokens kept per row; from here on each row is in one document
+    assert cache.lengths.tolist() == held
+    token = torch.stack([idx[b, n] for b, n in enumerate(held)])
+    chosen, choices = [], iter([3, 7, 11])
+
+    def pick(logits):
+        chosen.append(torch.full((3,), next(choices)))
+        return chosen[-1], logits.softmax(-1)
+    first = model.draft(token, cache, 1, pick)
+    more = model.draft(first[0][:, 0], cache, 2, pick)
+    tokens, probs = (torch.cat(pair, 1) for pair in zip(first, more, strict=True))
+    assert tokens.tolist() == [[3, 7, 11]] * 3
+    for b, n in enumerate(held):
+        x = torch.cat([idx[b, :n], token[b:b + 1], tokens[b]])
+        for found, guess in zip(probs[b, :, :20], ahead(name, model, x, n - 1, encode(model, x))):
+            want = soft_cap(model.head.weight @ guess, 2.0)[:20].softmax(-1)
+            assert (found - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize('name, case', [
+    ('nextlat', dict(objective='ntp')), ('nextlat', dict(n_dynamics=5)), ('mtp', {}), ('jtp', {})])
+def test_flops_per_token_equal_a_hand_count(name, case):
+    model, C, T = make(name, horizon=2, tied_head=True, **case), 16, 8
+    block, head, layers = 4 * C * C + 3 * C * model.config.n_ffn, 24 * C, 4 if name == 'mtp' else 2
+    dynamics = 2 * (2 * C * 5 + 5 * 5 + 5 * C) + 2 * head * 4 / 6
+    further = {'nextlat': 0 if 'objective' in case else dynamics, 'mtp': 2 * (block + head),
+               'jtp': 3 * 3 * C * C + 2 * C * C + 2 * head}  # 3 inputs (h, two tokens), 2 outputs
+    weights = 2 * block + head + further[name]
+    assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * layers * C * (T + 1) / 2)
+
+
+def test_mtp_memory_hardly_grows_with_the_horizon():
+    """Further heads are checkpointed, so that autograd does not save their activations."""
+    tokens = torch.zeros(4, 64, dtype=torch.int64)
+    models = [make('mtp', dtype=torch.float32, horizon=horizon) for horizon in (1, 4)]
+    one, four = (saved_bytes(lambda: model(tokens, tokens)) - sum(p.nbytes for p in model.parameters())
+                 for model in models)
+    assert four < 1.5 * one

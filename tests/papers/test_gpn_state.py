@@ -1,0 +1,122 @@
+"""The analysis of GPN states: each measure on data with a known result."""
+import math
+
+import pytest
+import torch
+from conftest import run, succeeded
+from test_gpn import make
+
+from analysis.figures import read_csv
+from lm_architectures.data import open_data
+from model_gpn import Config, Model
+from papers.gpn import state
+
+
+def test_geometry_of_known_states():
+    torch.manual_seed(0)
+    x = torch.randn(4000, 6) * torch.tensor([1.0, 1, 1, 1, 2, 0]) + torch.tensor([3.0, 0, 0, 4, 0, 0])
+    numbers, deviation, share, correlation = state.geometry(x)
+    assert numbers['mean magnitude'] == pytest.approx(5, abs=0.1) and numbers['dead dimensions'] == 1
+    assert numbers['stable rank'] == pytest.approx(2, rel=0.1)  # (4 + 4) / 4
+    assert numbers['participation ratio'] == pytest.approx(8 ** 2 / (4 + 16), rel=0.1)
+    assert (numbers['components 90%'], numbers['components 99%']) == (5, 5) and share[-1] == pytest.approx(1)
+    assert numbers['correlation mean'] < 0.05 and deviation.tolist() == sorted(deviation.tolist())
+    assert len(correlation) == 6 * 5 and correlation.abs().mean() == pytest.approx(numbers['correlation mean'])
+    # the mean, along (3, 4), has the largest mean square; the fifth dimension the largest variance
+    assert numbers['cosine of the mean with the first component'] > 0.99
+    assert numbers['cosine of the mean with the first component of centered states'] < 0.1
+
+
+def test_retention_lifetimes_and_pools_of_known_decays():
+    lags, lives = [1, 2, 4, 8, 16, 32, 64], [1.5, 3, 40]
+    log_decay = torch.tensor([-1 / life for life in lives]).expand(2, 100, 3)
+    curves = state.retention(log_decay, lags)
+    assert torch.allclose(curves[2], torch.tensor([math.exp(-k / 40) for k in lags], dtype=torch.float64))
+    got = [state.lifetime(curve, lags) for curve in curves]
+    assert got == pytest.approx(lives) and state.pools(got) == ([0, 1], [2])
+    assert state.pools([math.inf, 2, math.inf]) == ([1], [0, 2])
+    assert state.pools([math.inf, math.inf]) == ([], [0, 1])  # no gap, as in gpn_no_decay
+    assert state.lifetime(torch.ones(7), lags) == math.inf
+    assert state.lifetime(torch.tensor([math.exp(-4), 0]), [1, 2]) == pytest.approx(1 / 4)
+
+
+def test_cosines_over_lags_equal_a_loop_over_pairs():
+    torch.manual_seed(0)
+    states = torch.randn(2, 8, 5).double()
+    raw, centered = state.cosines(states, [1, 3])
+    for i, k in enumerate((1, 3)):
+        for found, rows in ((raw, states), (centered, [x - x.mean(0) for x in states])):
+            pairs = [torch.cosine_similarity(x[t], x[t + k], 0) for x in rows for t in range(8 - k)]
+            assert torch.allclose(found[i], torch.stack(pairs).mean())
+
+
+@pytest.mark.parametrize('values', [dict(n_head=0), dict(n_layer=2), dict(decoder_bias=True)])
+def test_all_measures_of_a_small_model(values):
+    model, idx = make(eos_id=None, **values)
+    states, _ = state.unroll(model, idx)
+    assert torch.allclose(states, model.states(idx))
+    batches = [(idx, idx.roll(-1, 1)), (idx.flip(0), idx.flip(0).roll(-1, 1))]
+    rows = state.measure(model, batches, torch.arange(64), str)
+    parts = {part for part, *_ in rows}
+    assert ('lifetime' in parts) == bool(model.config.n_head)
+    assert ('decoder bias' in parts) == model.config.decoder_bias
+    T = idx.shape[1]
+    both, near = torch.cat([states, model.states(idx.flip(0))]), {row[2]: row[3] for row in rows if 'running' in row[0]}
+    assert near[T] == pytest.approx(float(torch.cosine_similarity(both.mean(1), both.mean((0, 1)), dim=-1).mean()))
+    assert all(x < T for part, _, x, _ in rows if part in ('cosine', 'retention'))
+    assert sum(value for part, *_, value in rows if part == 'correlation') == pytest.approx(1)
+    ppl = {name: v for part, name, _, v in rows if part == 'perplexity'}
+    assert ppl['unchanged'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
+    assert len(set(ppl.values())) == len(ppl)
+    axes = {ax.get_ylabel() or ax.get_xlabel(): ax for ax in state.plot(rows).axes}
+    assert [bar.get_width() for bar in axes['validation perplexity'].patches] == [*ppl.values()]
+    assert len(axes['cosine of states k apart'].lines) == 2
+
+
+def test_the_mean_direction_is_decoded_without_the_decoders_bias():
+    model, idx = make(decoder_bias=True, eos_id=None)
+    torch.nn.init.normal_(model.decode.bias, std=100)
+    batches = [(idx, idx.roll(-1, 1))]
+    rows = state.measure(model, batches, torch.arange(64), str)
+    biased = [row for row in rows if row[0] == 'mean direction']
+    assert 0 <= biased.pop()[3] < 10  # a random bias predicts other tokens than the mean
+    torch.nn.init.zeros_(model.decode.bias)
+    again = state.measure(model, batches, torch.arange(64), str)
+    assert biased == [row for row in again if row[0] == 'mean direction'][:-1]
+
+
+def test_accuracy_by_distance_equals_the_score_of_the_task():
+    torch.manual_seed(0)
+    d = open_data('recall:pairs=4,distances=4-8,length=32,keys=4,values=3,fillers=3,val_rows=16')
+    model = Model(Config(vocab_size=d.n_ids, n_ids=d.n_ids, n_head=2, n_embd=16, d_emb=8, d_k=4, d_v=8, scan='loop'))
+    with torch.no_grad():
+        for p in model.parameters():  # no zeros
+            p.add_(torch.randn_like(p) / 4)
+    batches = [d.val_batch(range(8), d.T), d.val_batch(range(8, 16), d.T)]
+    rows = state.measure(model, batches, torch.arange(d.n_ids), str, d.task.asked_distance)
+    value = {row[:3]: row[3] for row in rows}
+    score = d.score(model, 'cpu', 16)
+    assert [value['accuracy', 'unchanged', far] for far in (4, 8)] == pytest.approx([*score.values()])
+    for name in {name for part, name, _ in value if part == 'perplexity'}:
+        mean = (value['nll', name, 4] + value['nll', name, 8]) / 2  # as many queries at 4 as at 8
+        assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
+    nats, is_right, _ = state.evaluate(model, batches, heads_off=[0, 1])
+    with torch.no_grad():
+        model.layers[0].read_out.weight.zero_()  # the memory is not read
+    assert torch.allclose(nats, state.evaluate(model, batches)[0]) and len(is_right) == 16 * 4
+
+
+def test_main_reports_loss_by_distance_for_an_edited_model(tmp_path, capsys):
+    data = 'recall:pairs=2,distances=4-8,length=16,keys=8,values=3,fillers=3,val_rows=2'
+    sizes = ('--n_layer=1', '--n_head=2', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=8', '--scan=loop')
+    succeeded(run('train.py', '--model=gpn_no_decay', f'--data={data}', *sizes, '--mask_documents=False',
+                  '--block_size=16', '--batch_size=2', '--max_tokens=32', '--warmup_tokens=0', '--dtype=float32',
+                  '--sample_tokens=0', f'--out_dir={tmp_path / "run"}'))
+    other = 'recall:pairs=3,distances=5-16-24,length=64,keys=8,values=3,fillers=3,val_rows=16'
+    state.main([str(tmp_path / 'run'), f'--out={tmp_path / "x"}', '--device=cpu', '--unigram_tokens=1000',
+                    f'--data={other}', '--batches=2', '--batch_size=8'])
+    said, rows = capsys.readouterr().out, read_csv(tmp_path / 'x.csv')
+    value = {tuple(row.values())[:3]: row['value'] for row in rows}
+    assert [x for part, name, x in value if (part, name) == ('nll', 'unchanged')] == ['5', '16', '24']
+    assert f'perplexity unchanged {float(value["perplexity", "unchanged", ""]):.5g}' in ' '.join(said.split())
+    assert any(row['name'].startswith('slow heads') for row in rows if row['part'] == 'perplexity')

@@ -1,0 +1,288 @@
+"""A copy of a model file behaves like the original, and a run keeps the code of its model."""
+import importlib.util
+import json
+import py_compile
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import NO_SIZES, ROOT, assert_sentence, run, succeeded
+from safetensors.torch import load_file
+
+from analysis.figures import read_csv
+from lm_architectures.files import UserError, warn_once
+from lm_architectures.run import folders, models
+from lm_architectures.run.checkpoint import checkpoints, load_checkpoint
+
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    'gpn': ('--n_layer=1', '--n_head=2', '--n_embd=24', '--d_emb=16', '--d_k=8', '--d_v=12'),
+    'gdn': ('--n_layer=2', '--n_head=2', '--n_embd=24', '--d_k=8', '--d_v=12', '--chunk_len=8'),
+    'context_ready': ('--n_layer=2', '--n_head=2', '--n_embd=32', '--K=3'),
+    'sps': ('--n_layer=2', '--n_head=2', '--n_embd=32', '--window=5')}
+OTHERS = ('--n_layer=2', '--n_head=2', '--n_embd=32')
+ANALYSES = {  # of the model's paper, with options for tiny runs
+    'sps': (['restricted_state', '--omega=3', '--n_documents=4', '--block_size=16'],
+            ['gradient_flow', '--n_documents=2', '--positions=2', '--block_size=16', '--max_k=4']),
+    'standard': (['restricted_state', '--omega=3', '--n_documents=4', '--block_size=16'],),
+    'context_ready': (['context_ready', '--tokens=64'],),
+    'nextlat': (['probes', '--offsets=2', '--steps=2', '--eval_tokens=64'],),
+    'gpn': (['gpn_state', '--batches=2', '--batch_size=2', '--unigram_tokens=1000'],)}
+SHORT = (*NO_SIZES, '--max_tokens=512')  # four steps
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Yield a folder with the model files, which takes the place of the repository."""
+    folder = tmp_path / 'repository'
+    folder.mkdir()
+    for path in (ROOT / 'attn_kernels.py', *ROOT.glob('model_*.py')):
+        shutil.copy(path, folder)
+    monkeypatch.setattr(models, 'ROOT', folder)
+    warn_once.cache_clear()
+    loaded = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - loaded:
+        if name.startswith(('model_fork', 'model_mine', 'model_other', 'my_layers', 'code_')):
+            del sys.modules[name]
+    models.ADDED.clear()
+
+
+def train(out, *args):
+    return succeeded(run('train.py', f'--out_dir={out}', *args))
+
+
+def everything(model, name, data, folder):
+    """Use a model, under a name, with all scripts. Returns the numbers and the messages."""
+    documents = '--mask_documents=False' if model in ('gpn', 'gdn') else '--mask_documents=True'
+    on_data, own, standard = [f'--data={data}', documents, *SHORT], folder / 'own', folder / 'standard'
+    said = [train(own, f'--model={name}', *on_data, *SIZES.get(model, OTHERS)),
+            train(standard, '--model=standard', *on_data, *OTHERS)]
+    shutil.rmtree(checkpoints(own)[0])
+    said.append(train(own, '--resume'))
+    for out, target, source in (('a', name, standard), ('b', 'standard', own)):  # perhaps refused
+        said.append(run('train.py', f'--out_dir={folder / out}', f'--model={target}', f'--init_from={source}',
+                        *on_data))
+    drafts = hasattr(models.model_file(name).Model, 'draft')
+    for options in ([], ['--draft_len=1']) if drafts else ([],):
+        said.append(run('sample.py', own, 'ab', '--max_new_tokens=6', '--temperature=0', '--dtype=float32', *options))
+    said.append(run('eval.py', own, '--val', '--val_tokens=64', '--dtype=float32'))
+    said.append(run('-m', 'lm_architectures.hf.export', own, f'--to_hf={folder}/hf'))
+    for analysis, *options in ANALYSES.get(model, ()):
+        said.append(run('-m', f'analysis.{analysis}', own, f'--out={folder}/{analysis}', *options))
+    failed = [result.stderr for i, result in enumerate(said) if result.returncode and i not in (3, 4)]
+    assert not failed, failed
+    evaluated = json.loads((own / 'eval.jsonl').read_text())
+    losses = [[record.get(key) for key in ('step', 'loss', 'nll', 'val')] for record in folders.read_log(own)]
+    tables = [read_csv(folder / f'{analysis}.csv') for analysis, *_ in ANALYSES.get(model, ())]
+    tensors = load_checkpoint(own)[1], load_file(folder / 'hf/model.safetensors')
+    text = re.sub(r'[\d.,+-]+(e[+-]\d+)?', '0', '\n'.join(result.stdout + result.stderr for result in said))
+    text = re.sub(r'\s+', ' ', text)  # columns are as wide as the names in them
+    shutil.rmtree(folder)
+    return tensors, *(re.sub('fork', model, str(part)) for part in (
+        losses, evaluated['results'], evaluated['edited'], tables, text))
+
+
+IN_SUITE = 'sps', 'gpn'
+
+
+@pytest.mark.parametrize('model', [
+    *IN_SUITE, *(pytest.param(path.stem.removeprefix('model_'), marks=pytest.mark.long)
+                 for path in sorted(ROOT.glob('model_*.py')) if path.stem.removeprefix('model_') not in IN_SUITE)])
+def test_a_copy_under_another_name_does_the_same(model, repository, tiny_data, tmp_path):
+    shutil.copy(ROOT / f'model_{model}.py', repository / 'model_fork.py')
+    (tensors, *rest), (its_tensors, *its_rest) = (
+        everything(model, name, tiny_data, tmp_path / 'runs') for name in (model, 'fork'))
+    assert its_rest == rest
+    torch.testing.assert_close(its_tensors, tensors, rtol=0, atol=0)
+
+
+# ---- models by path ----
+
+MINE = '''
+from dataclasses import dataclass
+from model_standard import Model as Standard, Config as Base
+@dataclass
+class Config(Base):
+    gate_bias: float = -4.0  # a negative number
+    widths: tuple[int, ...] = (1, 2)  # a sequence
+    rates: tuple[float, ...] | None = None
+    kind: Literal['a', 'b'] = 'a'
+class Model(Standard):
+    pass
+'''.replace('import dataclass\n', 'import dataclass\nfrom typing import Literal\n')
+
+
+@pytest.fixture
+def mine(repository, tmp_path):
+    path = tmp_path / 'elsewhere/model_mine.py'
+    path.parent.mkdir()
+    path.write_text(MINE)
+    return path
+
+
+def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, tmp_path):
+    config, out = tmp_path / 'config.py', tmp_path / 'run'
+    config.write_text(f'model = {str(mine)!r}\nwidths = 3, 4\ngate_bias = -2\n')
+    train(out, config, f'--data={tiny_data}', *SHORT, *OTHERS, '--rates=-1,2.5', '--kind=b')
+    record = json.loads((out / 'config.json').read_text())
+    assert record['model'] == record['settings']['model'] == 'mine'
+    values = models.saved_config(folders.read_run(out), out)
+    assert (values.gate_bias, values.widths, values.rates, values.kind) == (-2.0, (3, 4), (-1.0, 2.5), 'b')
+    shutil.rmtree(checkpoints(out)[0])
+    train(out, '--resume', f'--model={mine}', '--widths=3,4', '--gate_bias=-2')
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume', '--widths=3,5'), 'widths = (3, 4), but (3, 5)')
+    (copied,) = {path for path in (out / 'code').iterdir()} - {out / 'code/attn_kernels.py', out / 'code/model_mine.py',
+                                                              out / 'code/__pycache__'}
+    assert copied.name == 'model_standard.py'
+    models.ADDED.clear()
+    del sys.modules['model_mine']
+    sample = 'sample.py', out, 'ab', '--max_new_tokens=5', '--temperature=0'
+    assert_sentence(run(*sample), "unknown model 'mine'", '--model=PATH', '--code=run')
+    texts = [succeeded(run(*sample, option)).stdout for option in ('--code=run', f'--model={mine}')]
+    assert texts[0] == texts[1] and 'model_mine' in sys.modules
+    taken = mine.with_name('model_sps.py')
+    taken.write_text(MINE)
+    assert_sentence(run('train.py', f'--model={taken}', f'--out_dir={tmp_path}/x'), "whose name 'sps' is that of")
+    assert_sentence(run('train.py', '--model=a/x.py', f'--out_dir={tmp_path}/x'), 'there is no such file')
+
+
+# ---- the code of a run ----
+
+def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
+    """After an edit, every script says so in one line; with --code=run, nothing has changed."""
+    path, out = repository / 'model_mine.py', tmp_path / 'run'
+    shutil.copy(ROOT / 'model_standard.py', path)
+    train(out, '--model=mine', f'--data={tiny_data}', *SHORT, *OTHERS)
+    assert (out / 'code/model_mine.py').read_text() == path.read_text().replace('from attn', 'from .attn')
+
+    def use(*options):
+        """Return what each script says, and the loss of eval.py."""
+        resumed = shutil.copytree(out, tmp_path / f'resumed{len(options)}', dirs_exist_ok=True)
+        shutil.rmtree(checkpoints(resumed)[0])
+        shutil.rmtree(tmp_path / 'hf', ignore_errors=True)
+        said = []
+        for command in (('sample.py', out, 'ab', '--max_new_tokens=5', '--temperature=0'),
+                        ('eval.py', out, '--val', '--val_tokens=64'),
+                        ('-m', 'lm_architectures.hf.export', out, f'--to_hf={tmp_path}/hf'),
+                        ('train.py', f'--out_dir={resumed}', '--resume')):
+            warn_once.cache_clear()  # as in a new process
+            said.append(succeeded(run(*command, *options)))
+        line = json.loads((out / 'eval.jsonl').read_text().splitlines()[-1])
+        return said, line, folders.read_log(resumed)[-1]['loss'], said[0].stdout
+    _, before, loss, text = use()
+    assert before['edited'] == []
+    path.write_text('# a comment\n' + path.read_text())
+    assert 'differs' not in use()[0][0].stderr
+    path.write_text(path.read_text().replace('F.silu(gate)', 'F.relu(gate)'))  # is imported again
+    said, after, its_loss, _ = use()
+    for result in said:
+        assert result.stderr.count('differs from') == 1, result.stderr
+    assert f'{path} differs from {out}/code/model_mine.py, with which' in said[0].stderr
+    assert '"resumed_from": 3, "edited_files": 1' in (tmp_path / 'resumed0/log.jsonl').read_text()
+    assert after['edited'] == [str(path)] and after['results'] != before['results'] and its_loss != loss
+    _, stored, its_loss, its_text = use('--code=run')
+    assert (stored['results'], its_loss, its_text) == (before['results'], loss, text) and stored['edited'] == []
+    (out / 'code/model_mine.py').write_text('import nowhere')
+    for name in [name for name in sys.modules if name.startswith('code_')]:
+        del sys.modules[name]
+    assert_sentence(run('sample.py', out, 'ab', '--code=run'), 'cannot be imported', 'nowhere')
+    shutil.rmtree(out / 'code')
+    assert_sentence(run('sample.py', out, 'ab', '--code=run'), 'has no copy of the code')
+    assert_sentence(run('train.py', '--model=mine', '--code=run', f'--out_dir={tmp_path}/x', f'--data={tiny_data}'),
+                    'add --resume')
+    for name in ('--extend', '--resume --out_dir'):
+        assert_sentence(run('train.py', *name.split(), '--code=run'), 'True on the command line')
+
+
+HOSTILE = 'raise SystemExit("imported")'
+
+
+@pytest.mark.parametrize('name', ['code/model_evil.py', 'evil.py', '../evil.py', '../evil', 'evil', 'os', 'a.b', ''])
+def test_a_hostile_run_folder_imports_nothing(name, tiny_run, tmp_path):
+    out = shutil.copytree(tiny_run, tmp_path / 'a/run')
+    for path in ('code/model_evil.py', 'code/model_os.py', 'evil.py', 'model_evil.py', '../evil.py'):
+        (out / path).parent.mkdir(exist_ok=True)
+        (out / path).write_text(HOSTILE)
+    for path in (out / 'code').iterdir():
+        path.write_text(HOSTILE)
+    before = json.loads((out / 'config.json').read_text())
+    (out / 'config.json').write_text(json.dumps(before | {'model': name}))
+    for command in (['sample.py', out, 'ab'], ['eval.py', out, '--val'], ['train.py', f'--out_dir={out}', '--resume'],
+                    ['-m', 'lm_architectures.hf.export', out, f'--to_hf={tmp_path}/hf'], ['-m', 'analysis.tables', out],
+                    ['train.py', f'--init_from={out}', f'--out_dir={tmp_path}/x'], ['-m', 'papers.nextlat.probes', out],
+                    ['-m', 'analysis.loss_curves', out]):
+        result = run(*command)
+        assert 'imported' not in result.stdout + result.stderr
+        if 'analysis.loss_curves' not in command:
+            assert_sentence(result, 'model')
+    (out / 'config.json').write_text(json.dumps(before))
+    succeeded(run('sample.py', out, 'ab', '--max_new_tokens=2'))  # the stored code, which is hostile, is not used
+    with pytest.raises(SystemExit, match='imported'):
+        models.model_file(before['model'], str(out))
+
+
+def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
+    start = 'train.py', f'--data={tiny_data}', f'--out_dir={tmp_path}/x', '--dry_run'
+    assert_sentence(run(*start, '--model'), 'model is True: expected the name')
+    assert_sentence(run(*start, '--model=config/quickstart.py'), 'it has no Config')
+    assert_sentence(run('sample.py', tiny_run, 'ab', f'--model={mine}'), 'is not its file')
+    for line, sentence in (("may_change = 'kind'", "Config.may_change of model 'mine' is 'kind': expected a tuple"),
+                           ("shared = 'blok_size',", "Config.shared of model 'mine' is ('blok_size',)"),
+                           ('gpu_gib: float = 1.0', 'has gpu_gib, which is a setting of train.py'),
+                           ('pair: tuple[int, float] = (1, 2)', 'expected tuple[X, ...]')):
+        mine.write_text(MINE.replace('    kind:', f'    {line}\n    kind:'))
+        assert_sentence(run(*start, f'--model={mine}'), sentence)
+
+
+def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine, tiny_data, tmp_path):
+    out = tmp_path / 'run'
+    mine.write_text(MINE.replace('from model_standard import Model as Standard, Config as Base',
+                                 'import model_standard as standard\nStandard, Base = standard.Model, standard.Config'))
+    helper, command = mine.with_name('my_layers.py'), (f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
+    mine.write_text(mine.read_text().replace('    pass', """
+    def _logits(self, h):
+        return power * super()._logits(h)
+""").replace('import dataclass\n', 'import dataclass\nfrom my_layers import power\n'))
+    helper.write_text('power = 1')
+    train(tmp_path / 'first', *command)
+    helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
+    train(out, *command)
+    first, second = (folders.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
+    mine.with_name('model_other.py').write_text(mine.read_text())  # imports the edited helper first
+    helper.write_text('power = 3')
+    for name in ('other', 'mine'):
+        assert models.model_file(models.add_file(str(mine.with_name(f'model_{name}.py')))).power == 3
+    mine.with_name('model_other.py').write_text(mine.read_text() + '\n1 / 0')
+    helper.write_text('power = 4')
+    with pytest.raises(ZeroDivisionError):
+        models.model_file('other')
+    mine.with_name('model_other.py').write_text(f'"""\nfrom train import main\n"""\n{mine.read_text()}')
+    helper.write_text('power = 5')
+    assert models.model_file('other').power == 5 and 'model_train.py' not in models.code_of('other')
+    helper.write_text('power = 2')
+    clash = mine.with_name('other.py')
+    clash.write_text('power = 2')
+    mine.with_name('model_other.py').write_text(mine.read_text().replace('from my_layers', 'from other'))
+    with pytest.raises(UserError, match='would have the same name in a run'):
+        models.model_file('other')
+    assert first != second and (out / 'code/model_my_layers.py').read_text() == 'power = 2'
+    sampled = run('sample.py', tmp_path / 'first', 'ab', '--max_new_tokens=2', f'--model={mine}')
+    assert f'{helper} differs from {tmp_path}/first/code/model_my_layers.py' in succeeded(sampled).stderr
+    assert 'from . import model_standard as standard' in (out / 'code/model_mine.py').read_text()
+    (tmp_path / 'evil.py').write_text(HOSTILE)
+    cached = importlib.util.cache_from_source(str(out / 'code/model_mine.py'))
+    never_checked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(tmp_path / 'evil.py'), cached, invalidation_mode=never_checked)
+    succeeded(run('sample.py', out, 'ab', '--code=run', '--max_new_tokens=2'))
+    assert models.model_file('mine', str(out)).standard.__name__.startswith('code_')
+    before = (out / 'config.json').read_bytes()
+    again = run('train.py', f'--model={out}/code/model_mine.py', f'--out_dir={out}', '--overwrite')
+    assert_sentence(again, 'the copy in a run: use --code=run')
+    (out / 'code/notes.py').write_text('mine')
+    assert (out / 'config.json').read_bytes() == before
+    train(out, '--model=standard', '--overwrite', f'--data={tiny_data}', *SHORT, *OTHERS)
+    assert {path.name for path in (out / 'code').glob('*.py')} == {'notes.py', 'model_standard.py', 'attn_kernels.py'}

@@ -1,0 +1,127 @@
+"""Any optimizer: a non-finite gradient changes nothing, training resumes bitwise; Muon's shares."""
+import copy
+import re
+
+import pytest
+import torch
+
+import model_gdn
+import model_nextlat
+import train
+from lm_architectures.files import UserError
+from lm_architectures.run import checkpoint
+from lm_architectures.run.muon import hidden_matrices
+
+
+class WithHistory(torch.optim.Optimizer):
+    """SGD by the mean of the last gradients, with various things in its state."""
+
+    def __init__(self, params):
+        super().__init__(params, {'lr': 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group['params'] if p.grad is not None):
+            state = self.state[p]
+            state['n'] = state.get('n', 0) + 1
+            state['last'] = [*state.get('last', []), p.grad.clone()][-3:]
+            state['other'] = {'name': 'x', 'none': None, 'rate': 0.1 ** state['n'], 'half': p.grad.bfloat16()}
+            p.sub_(sum(state['last']) / len(state['last']), alpha=0.1)
+
+
+OPTIMIZERS = {
+    'SGD': torch.optim.SGD, 'SGD, momentum': lambda params: torch.optim.SGD(params, momentum=0.9),
+    'AdamW, fused': lambda params: torch.optim.AdamW(params, fused=True), 'AdamW': torch.optim.AdamW,
+    'NAdam': torch.optim.NAdam, 'Adafactor': torch.optim.Adafactor, 'its own': WithHistory}
+
+
+def make(name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+    if name == 'Muon':
+        return model, train.make_optimizer(model, train.Settings(optimizer='muon', learning_rate=0.01))
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def step(model, optimizer, seed, scale=1.0):
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
+    (scale * model(x).square().sum()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    train.step_if_finite(optimizer, norm, torch.zeros(3))
+    optimizer.zero_grad()
+
+
+def assert_equal_states(got, want):
+    """Check that nested lists and dicts of tensors and other values are equal, bitwise."""
+    if isinstance(want, torch.Tensor):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+    elif isinstance(want, (dict, list, tuple)):
+        assert len(got) == len(want)
+        for key in want if isinstance(want, dict) else range(len(want)):
+            assert_equal_states(got[key], want[key])
+    else:
+        assert got == want
+
+
+@pytest.mark.parametrize('name', [*OPTIMIZERS, 'Muon'])
+def test_a_step_that_is_not_finite_changes_nothing_and_training_resumes_bitwise(name, tmp_path):
+    model, optimizer = make(name)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    before = copy.deepcopy((model.state_dict(), dict(enumerate(optimizer.state.values()))))
+    step(model, optimizer, 3, torch.nan)
+    assert_equal_states((model.state_dict(), dict(enumerate(optimizer.state.values()))), before)
+    checkpoint.save_training(tmp_path, model, optimizer, 3, 1.5, keep=2)
+    again, its_optimizer = make(name)
+    assert checkpoint.restore_training(tmp_path, again, its_optimizer) == (3, 1.5)
+    for seed in range(4, 6):
+        step(model, optimizer, seed)
+        step(again, its_optimizer, seed)
+    assert_equal_states(again.state_dict(), model.state_dict())
+    assert_equal_states(*([state[p] for p in m.parameters() if p in state] for m, state in (
+        (again, its_optimizer.state), (model, optimizer.state))))
+
+
+@pytest.mark.parametrize('seen', [{1, 2}, {1: 2}, {(1, 2): 3}], ids=repr)
+def test_a_state_that_json_cannot_hold_is_a_sentence(tmp_path, seen):
+    model, optimizer = make('SGD')
+    optimizer.state[model[0].weight]['seen'] = seen
+    with pytest.raises(UserError, match=re.escape(f'seen = {seen} for 0.weight: a checkpoint holds only')):
+        checkpoint.save_training(tmp_path, model, optimizer, 0, 0.0, keep=2)
+
+
+# ---- Muon ----
+
+def with_gradients(model):
+    idx = torch.arange(40).view(2, 20)
+    model.zero_grad()
+    model(idx[:, :-1], idx[:, 1:])['loss'].backward()
+    return model
+
+
+def test_muon_updates_hidden_matrices_and_adamw_the_rest():
+    torch.manual_seed(0)
+    model = model_nextlat.Model(model_nextlat.Config(n_layer=2, n_head=2, n_embd=16, n_dynamics=24, vocab_size=64,
+                                                     n_ids=60, eos_id=59))
+    other, s = copy.deepcopy(model), train.Settings(optimizer='muon', learning_rate=0.01)
+    optimizer = train.make_optimizer(model, s)
+    named = dict(model.named_parameters())
+    of_muon = {name for name, p in named.items() if p in hidden_matrices(model)}
+    assert of_muon == {name for name in named if name.endswith('.weight') and 'norm' not in name} - {
+        'embed.weight', 'head.weight'}
+    assert sum(len(group['params']) for group in optimizer.param_groups) == len(named)
+    with_gradients(model)
+    optimizer.step()
+    theirs = dict(with_gradients(other).named_parameters())
+    torch.optim.Muon([p for name, p in theirs.items() if name in of_muon], lr=0.01, weight_decay=0.1,
+                     adjust_lr_fn='match_rms_adamw').step()
+    for decay, dims in ((0.1, (2, 3)), (0.0, (1,))):
+        torch.optim.AdamW([p for name, p in theirs.items() if name not in of_muon and p.dim() in dims], lr=0.01,
+                          betas=(0.9, 0.95), weight_decay=decay, fused=True).step()
+    assert all(torch.equal(p, theirs[name]) for name, p in named.items())
+
+
+def test_muon_leaves_short_convolutions_to_adamw():
+    model = model_gdn.Model(model_gdn.Config(n_layer=1, n_head=1, n_embd=64, vocab_size=64, n_ids=60, eos_id=59))
+    others = {name for name, p in model.named_parameters() if p.dim() == 2 and p not in hidden_matrices(model)}
+    assert others == {'embed.weight', 'head.weight', 'blocks.0.conv'}

@@ -1,0 +1,146 @@
+"""Triton attention kernels: interpreted (or on a GPU) against float64, and compiled for an H100."""
+import os
+from unittest import mock
+
+import pytest
+import torch
+from conftest import dense_attention, run_subprocess
+from kernel_resources import STREAMS, VARIANTS
+from test_attn_kernels import dense_mask, gradients
+
+import model_sps
+import scans
+from lm_architectures.run import models
+from scans import attention as K
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(scans.triton is None, reason='needs Triton')]
+ALL = 2**30
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def make_case(streams, T, D, group, documents, reaches, dtype, device):
+    """Return strided q, k, v, the dense mask, and further arguments of `triton_attention`."""
+    NQ, NK, first = STREAMS[streams]
+    torch.manual_seed(0)
+    HK = 1 if group == 1 else 2
+    q, k, v = torch.randn(2, 2 * T, 3, HK * group, D, device=device).to(dtype).unbind(2)
+    q, k, v = q[:, :NQ * T], k[:, :NK * T, ::group], v[:, :NK * T, ::group]
+    starts = torch.rand(2, T) < 0.02
+    starts[0] = torch.arange(T) % 32 == 31  # documents start at the last row of a tile
+    doc_start = torch.where(starts & documents, torch.arange(T), 0).cummax(1).values
+    model = model_sps.Model(model_sps.Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9, n_ids=8))
+    model.w_x, model.w_rho = (*reaches, 0)[:2]
+    seen = dense_mask(model.sees, T, doc_start, range(NK), range(first, first + NQ)).to(device)
+    return (q, k, v), seen, (doc_start.to(device) if documents else None, reaches[:NK], T, first)
+
+
+@pytest.mark.parametrize('streams', STREAMS)
+@pytest.mark.parametrize('T, D, group, documents, reaches, dtype', [
+    (1, 32, 1, False, (0, ALL), torch.float32), (33, 32, 2, False, (7, ALL), torch.float32),
+    (33, 128, 1, True, (7, 1), torch.float32), (100, 32, 1, True, (ALL, 0), torch.float32),
+    (130, 64, 1, False, (ALL, 62), torch.float32), (130, 64, 1, True, (64, ALL), torch.float16),
+    pytest.param(1100, 128, 1, True, (64, ALL), torch.bfloat16, marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason='needs a GPU: the interpreter multiplies bf16 wrongly'))])
+def test_kernels_equal_dense_attention(streams, T, D, group, documents, reaches, dtype, kernels_device):
+    inputs, seen, options = make_case(streams, T, D, group, documents, reaches, dtype, kernels_device)
+    want = gradients(lambda q, k, v: dense_attention(q, k, v, seen), *(x.double() for x in inputs))
+    got = gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+    sees_one_key = seen.sum(-1).max() == 1  # then q and k have zero gradients
+    for name, g, w in zip(('out', 'dq', 'dk', 'dv'), got, want, strict=True):
+        assert bool(w.isfinite().all()) and bool(w.any() or sees_one_key and name in ('dq', 'dk')), name
+        error = float((g.double() - w).abs().max() / (1 + w.abs().max()))
+        assert error <= TOLERANCE[dtype], (name, error)
+
+
+def least_tiles(seen, own, walked):
+    """Count the own x walked tiles that cover the visible pairs, and those that need a mask."""
+    tiles = []
+    for strip in seen.split(own):
+        columns = strip.any(0).nonzero().flatten().tolist()
+        tiles += [strip[:, n:n + walked] for n in range(columns[0], columns[-1] + 1, walked)] if columns else []
+    return len(tiles), sum(tile.shape[1] < walked or not tile.all() for tile in tiles)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='counts calls, which only the interpreter makes one by one')
+@pytest.mark.parametrize('streams, documents, reaches', [
+    ('one', False, (ALL,)), ('both', True, (3, ALL)), ('x alone', False, (ALL, 0)), ('rho alone', True, (ALL, 64))])
+def test_kernels_load_only_needed_tiles_and_mask_only_edges(streams, documents, reaches, kernels_device, monkeypatch):
+    """Kernels call `_tile_start` once per loaded tile, `_sees` once per masked tile."""
+    T, spies = 100, {name: mock.Mock(wraps=getattr(K, name)) for name in ('_tile_start', '_sees')}
+    for name, spy in spies.items():
+        monkeypatch.setattr(K, name, spy)
+    inputs, seen, options = make_case(streams, T, 32, 1, documents, reaches, torch.float32, kernels_device)
+    gradients(lambda *qkv: K.triton_attention(*qkv, *options), *inputs)
+
+    loaded = masked = 0
+    NQ, NK, _ = STREAMS[streams]
+    for block in seen.unflatten(2, (NK, T)).unflatten(1, (NQ, T)).transpose(2, 3).flatten(0, 2):
+        for result, (block_q, block_k, *_) in K.TILES[32, 32].items():
+            own, walked, oriented = (block_k, block_q, block.T) if result == 'dk, dv' else (block_q, block_k, block)
+            least = least_tiles(oriented, own, walked)
+            loaded, masked = loaded + least[0], masked + least[1]
+    assert (spies['_tile_start'].call_count, spies['_sees'].call_count) == (loaded, masked)
+
+
+def test_the_operator_passes_opcheck(kernels_device):
+    inputs, _, options = make_case('both', 33, 32, 1, True, (33, 7), torch.float32, kernels_device)
+    args = [x.contiguous().requires_grad_() for x in inputs]
+    torch.library.opcheck(K._forward_op, (*args, options[0], [33, 7, 0]),
+                          test_utils=('test_schema', 'test_faketensor', 'test_autograd_registration'))
+
+
+@pytest.mark.parametrize('name, values', [
+    ('standard', dict(window=3, n_kv_head=1)), ('sps', dict(window=3)), ('sps', dict(window=3, predict_layers=1)),
+    ('sps', dict(method='reverse_sps', window=0, eos_id=None))])
+def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values, kernels_device):
+    module, losses = models.model_file(name), []
+    idx = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(0)).to(kernels_device)
+    for attention in ('auto', 'triton'):
+        torch.manual_seed(0)
+        config = module.Config(**dict(n_layer=2, n_head=2, n_embd=64, vocab_size=64, n_ids=60, eos_id=59,
+                                      init_std=0.15, attention=attention) | values)
+        model = module.Model(config).to(kernels_device)
+        loss = model(idx, idx.roll(-1, 1))['loss']
+        losses.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for got, want in zip(*losses):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['standard', 'sps'])
+def test_kernels_reject_what_they_do_not_implement(name, monkeypatch):
+    module, cpu = models.model_file(name), torch.device('cpu')
+
+    def make(head_size=64):
+        values = dict(n_layer=1, n_head=2, n_embd=2 * head_size, vocab_size=64, n_ids=60)
+        return module.Model(module.Config(**values, attention='triton'))
+    monkeypatch.setattr(scans, 'KERNELS_ON_CPU', True)
+    make()
+    K.make_mask(8, cpu, None, [3])
+    with pytest.raises(ValueError, match='head sizes .* not 48.*--attention=auto'):
+        make(48)
+    monkeypatch.setattr(module.Model, 'score_bias', lambda self, q, k, head: 0, raising=False)
+    with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
+        make()
+    monkeypatch.delattr(module.Model, 'score_bias')
+    sees = module.Model.sees
+    for edit in (lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0), property(lambda self: [self.forward])):
+        monkeypatch.setattr(module.Model, 'sees', edit)
+        with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
+            make()
+    monkeypatch.setattr(scans, 'KERNELS_ON_CPU', False)
+    with pytest.raises(ValueError, match='needs a GPU.*--attention=auto'):
+        K.make_mask(8, cpu, None, [3])
+
+
+@pytest.mark.parametrize('kernels, n_kernels, n_rows', [('attention', 3, 3 * len(VARIANTS)), ('gpn', 6, 24)])
+def test_kernels_compile_for_an_h100_and_spill_nothing(kernels, n_kernels, n_rows):
+    """They fit in shared memory, and attention in 16 bits uses warp-group products (wgmma)."""
+    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
+    result = run_subprocess('tests/kernel_resources.py', kernels, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split(', ') for line in result.stdout.splitlines()]
+    assert len({row[0] for row in rows}) == n_kernels and len(rows) == n_rows
+    for row in rows:
+        stack, shared, wgmma = map(int, row[-3:])
+        assert stack == 0 and shared <= 232448, row
+        assert kernels == 'gpn' or 'float32' in row[1] or wgmma > 0, row

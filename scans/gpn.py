@@ -32,7 +32,7 @@ and dz[write_gate]. Then, in this order:
                                       of the old model_gpn.py
     pytest tests/test_gpn.py          equations with `paper_states`, C with repeated `Model.step`
     pytest tests/test_gpn_scan.py     kernels with their plain functions, both forms at odd sizes
-    pytest tests/test_scans.py        the pin; its EDITS quote a line of eq. 10
+    pytest tests/scans/test_scans.py        the pin; its EDITS quote a line of eq. 10
 
 Without Triton, the kernels are not compared, but the pin enables them. Only a GPU captures CUDA
 graphs and compiles `gated_add_norm` and its backward: repeat test_gpn_scan.py there.

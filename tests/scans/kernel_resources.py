@@ -1,7 +1,7 @@
 """Compile the Triton kernels for an H100 (no GPU needed) and print the resources each one uses.
 
-    python tests/kernel_resources.py attention
-    python tests/kernel_resources.py gpn
+    python tests/scans/kernel_resources.py attention
+    python tests/scans/kernel_resources.py gpn
 
 One line per kernel and variant: name, dtype, variant, registers, bytes of stack (spills), bytes of
 shared memory, and the number of wgmma instructions (16-bit tensor cores).

@@ -136,7 +136,7 @@ def test_kernels_reject_what_they_do_not_implement(name, monkeypatch):
 def test_kernels_compile_for_an_h100_and_spill_nothing(kernels, n_kernels, n_rows):
     """They fit in shared memory, and attention in 16 bits uses warp-group products (wgmma)."""
     environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
-    result = run_subprocess('tests/kernel_resources.py', kernels, env=environment)
+    result = run_subprocess('tests/scans/kernel_resources.py', kernels, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split(', ') for line in result.stdout.splitlines()]
     assert len({row[0] for row in rows}) == n_kernels and len(rows) == n_rows

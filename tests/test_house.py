@@ -120,7 +120,7 @@ TINY_QUICKSTART = '''
 import pathlib, sys
 import train
 train.main(sys.argv[1:])
-import lm_architectures.data.tasks.python_docs, data.writing  # what builds the quickstart's data, at first use
+import lm_architectures.data.tasks.python_docs, lm_architectures.data.text.writing  # build the data, at first use
 files = {pathlib.Path(m.__file__).resolve() for m in sys.modules.values() if getattr(m, '__file__', None)}
 lines = {str(f.relative_to(pathlib.Path.cwd())): len(f.read_text().splitlines())
          for f in files if f.is_relative_to(pathlib.Path.cwd()) and 'site-packages' not in f.parts and f.exists()}

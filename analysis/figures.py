@@ -1,18 +1,20 @@
-"""What the scripts of figures and tables share: their command line, files, intervals and plots."""
-import csv
+"""What the figures share: their command line, files and plots."""
 import inspect
 import io
 import os
-import statistics
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import pandas as pd
 import torch
 
-from analysis.runs import Run, group_by, map_readable
-from lm_architectures.files import UserError, friendly_errors, write_file
+from analysis.runs import read_runs
+from lm_architectures.data.text.shards import Data
+from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once, write_file
 from lm_architectures.machine.devices import Device, pick_device, pick_dtype
 from lm_architectures.run.folders import load_run, run_data
 from lm_architectures.run.models import add_file
@@ -42,40 +44,37 @@ class ModelSettings(Settings):
 def script(Settings: type) -> Callable:
     """Turn a function (runs, settings) into the `main` of a script: a decorator.
 
-    The script reads the runs of its command line and writes what the function returns, {ending:
-    content} as in `write`. Files are named --out or, beside the first run, like the script. Runs
-    that cannot be read are left out.
+    runs: the table of the runs on its command line. The script writes what the function returns,
+    {ending: content} as in `write`, to files named --out or, beside the first run, like the script.
     """
     def decorator(analyze):
         def main(argv: list[str] | None = None) -> None:
             with friendly_errors(argv):
                 s, folders, _ = load_settings(Settings, argv)
-                name = Path(inspect.getfile(analyze)).stem
+                file = Path(inspect.getfile(analyze))
                 if not folders:
-                    raise UserError(f'which runs? python -m analysis.{name} RUN RUN ... --out=NAME')
+                    module = '.'.join(file.relative_to(ROOT).with_suffix('').parts)
+                    raise UserError(f'which runs? python -m {module} RUN RUN ... --out=NAME')
                 if s.model:
                     add_file(s.model)
-                runs = list(map_readable(folders, lambda folder: Run(folder, s.code)).values())
-                path = Path(os.path.abspath(folders[0])).parent / name
-                if s.out:
-                    path = Path(s.out.removesuffix('.png').removesuffix('.csv'))
-                write(path, analyze(runs, s))
+                runs = read_runs(folders, s.code, s.labels)
+                write(s.out or Path(os.path.abspath(folders[0])).parent / file.stem, analyze(runs, s))
         return main
     return decorator
 
 
 # ---- models of runs ----
 
-def load(run: Run, s: ModelSettings) -> tuple:
-    """Load a run on s.device: (model, data). s.data overrides the run's data."""
-    model, _ = load_run(run.folder, pick_device(s.device), code=run.code)
-    return model, run_data(run.record, s.data, run.folder)
+def load(folder: str, s: ModelSettings) -> tuple:
+    """Load a run on s.device: (model, data, record). s.data overrides the run's data."""
+    model, record = load_run(folder, pick_device(s.device), code=s.code)
+    return model, run_data(record, s.data, folder), record
 
 
-def require(model, run: Run, *methods: str) -> None:
+def require(model, folder: str, *methods: str) -> None:
     """Raise UserError unless the model of a run has these methods."""
     if missing := [name for name in methods if not hasattr(model, name)]:
-        raise UserError(f'{run} cannot be analyzed: {type(model).__module__} has no {missing[0]} (needed: '
+        raise UserError(f'{folder} cannot be analyzed: {type(model).__module__} has no {missing[0]} (needed: '
                         f'{", ".join(methods)})')
 
 
@@ -85,91 +84,60 @@ def autocast(dtype: str, device: torch.device):
     return torch.autocast(device.type, picked, enabled=picked != torch.float32)
 
 
-# ---- intervals ----
+def long_documents(data, least: int, most: int, n: int, seed: int | None = None) -> list:
+    """Return n validation documents (int64 arrays) of at least `least` tokens, truncated to `most`.
 
-def mean_and_interval(values: Sequence[float], *names: str) -> dict[str, float | None]:
-    """Return {'mean', 'low', 'high'}: the mean and its 95% interval by Student's t.
-
-    The ends are None if all values are equal. names: others for these three.
+    Both lengths include eos. The documents are the first ones, or a random sample if `seed` is
+    given. Warns if there are fewer than n, raises UserError if there are none.
     """
-    mean, ends = statistics.mean(values), (None, None)
-    if len(set(values)) > 1:
-        from scipy import stats
-        ends = stats.t.interval(0.95, len(values) - 1, mean, stats.sem(values))
-    return dict(zip(names or ('mean', 'low', 'high'), (mean, *ends)))
-
-
-def paired_gaps(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """Return a - b for each seed. If b is a single number, it is subtracted from all."""
-    return [x - y for x, y in zip(a, b * len(a) if len(b) == 1 else b, strict=True)]
-
-
-def interval_text(low: float | None, high: float | None, sign: str = '') -> str:
-    """Format an interval, '' if it is None. sign: '+' for differences."""
-    return '' if low is None else f'{low:{sign}.4f} to {high:{sign}.4f}'
+    if not isinstance(data, Data):
+        raise UserError(f'{data.folder} is a task and has no documents: give --data=FOLDER with text documents')
+    ids = data.tokens('val', 0, data.splits['val']['tokens'])
+    *documents, _ = np.split(ids, np.flatnonzero(ids == data.eos_id) + 1)  # each with its eos
+    found = [document[:most] for document in documents if len(document) >= least]
+    if not found:
+        raise UserError(f'{data.folder} has no validation document of {least:,} tokens or more: give shorter lengths, '
+                        'or --data=FOLDER with longer documents')
+    if seed is not None:
+        random.Random(seed).shuffle(found)
+    if len(found) < n:
+        warn_once(f'{data.folder} has {len(found):,} validation documents of at least {least:,} tokens, not {n:,}')
+    return found[:n]
 
 
 # ---- files ----
 
 def write(path, contents: dict) -> None:
-    """Write {ending: content} to path + ending, and print the paths.
-
-    content: rows of a CSV file, the text of another file, or a figure.
-    """
+    """Write {ending: a table, a text or a figure} to path + ending, and print the paths."""
+    path = str(path).removesuffix('.png').removesuffix('.csv')
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     for ending, content in contents.items():
-        if isinstance(content, list):
-            write_csv(f'{path}{ending}', content)
-        elif isinstance(content, str):
-            write_file(f'{path}{ending}', content.encode(errors='replace'))
-        else:
+        if isinstance(content, pd.DataFrame):
+            content = content.to_csv(index=False)
+        if not isinstance(content, str):
             png = io.BytesIO()
             content.savefig(png, dpi=200)
             write_file(f'{path}{ending}', png.getvalue())
-    if contents:
-        print('written to ' + ', '.join(f'{path}{ending}' for ending in contents))
+        else:
+            write_file(f'{path}{ending}', content.encode(errors='replace'))
+    print('written to ' + ', '.join(f'{path}{ending}' for ending in contents))
 
 
-def read_csv(path) -> list[dict[str, str]]:
-    """Read the rows of a CSV file as dicts of strings."""
-    with open(path, newline='') as file:
-        return list(csv.DictReader(file))
-
-
-def write_csv(path, rows: list[dict]) -> None:
-    """Write rows (dicts) as a CSV file with a header. Cells that a row lacks are empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_file(path, text.getvalue().encode(errors='replace'))
-
-
-def show(rows: list[dict], *columns: str) -> None:
-    """Print a table of these columns of rows (dicts), of all columns if none are named."""
-    import pandas as pd
+def show(rows, *columns: str) -> None:
+    """Print a table of these columns, of all columns if none are named."""
     table = pd.DataFrame(rows, columns=list(columns) or None, dtype=object).fillna('')
     print(table.to_string(index=False, float_format='{:.5g}'.format))
 
 
-def markdown_table(rows: list[dict]) -> str:
-    """Format rows (dicts) as a Markdown table. Cells that a row lacks are empty."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([str(row.get(name, '')) for name in columns] for row in rows)]
-    head, *body = ['| ' + ' | '.join(line) + ' |' for line in cells]
-    return '\n'.join([head, '|' + '---|' * len(columns), *body])
+def markdown(table: pd.DataFrame) -> str:
+    """Format a table of texts in Markdown."""
+    head, *body = ['| ' + ' | '.join(map(str, cells)) + ' |' for cells in (table.columns, *table.to_numpy())]
+    return '\n'.join([head, '|' + '---|' * len(table.columns), *body])
 
 
-# ---- rows with labels ----
-
-def labeled(curves: dict[str, list[dict]]) -> list[dict]:
-    """Return the rows of {label: rows}, each with its label."""
-    return [{'label': label} | row for label, rows in curves.items() for row in rows]
-
-
-def by_label(rows: list[dict]) -> dict[str, list[dict]]:
-    """Group rows by their label: {label: rows}."""
-    return group_by(rows, lambda row: row['label'])
+def gap_text(mean, low, high) -> str:
+    """Format a difference and its interval: '+0.037 (+0.005 to +0.069)'."""
+    return f'{mean:+.3f}' + (f' ({low:+.3f} to {high:+.3f})' if low == low else '')
 
 
 # ---- plots ----
@@ -201,20 +169,19 @@ def styles(labels) -> dict[str, dict]:
             for i, label in enumerate(dict.fromkeys(labels))}
 
 
-def draw(axes, rows: list[dict], x: str, y: str = 'mean', style_of: dict | None = None, **style) -> None:
-    """Draw column y over column x, a line for each label. Means get a band from lowest to highest.
+def draw(axes, rows: pd.DataFrame, x: str, y: str = 'mean', band: tuple = (), style_of: dict | None = None,
+         **style) -> None:
+    """Draw column y over column x, a line for each label. Rows without y are left out.
 
-    Rows without y are left out. style_of: from `styles`, to share styles between axes.
+    band: the two columns between which a band is drawn. style_of: from `styles`, to share styles.
     """
-    style_of = style_of or styles(row['label'] for row in rows)
-    for label, own in by_label(rows).items():
-        known = [row for row in own if row[y] is not None]
-        places = [row[x] for row in known]
-        look = {'marker': 'o' if len(known) <= 40 else None, 'markersize': 3, 'label': label, **style_of[label]}
-        axes.plot(places, [row[y] for row in known], **look | style)
-        if y == 'mean':
-            axes.fill_between(places, [row['lowest'] for row in known], [row['highest'] for row in known], alpha=0.2,
-                              color=look['color'], linewidth=0)
+    style_of = style_of or styles(rows.label)
+    for label, own in rows.dropna(subset=[y]).groupby('label', sort=False):
+        look = {'marker': 'o' if len(own) <= 40 else None, 'markersize': 3, 'label': label, **style_of[label]}
+        axes.plot(own[x], own[y], **look | style)
+        if band:
+            axes.fill_between(own[x], *(own[end].astype(float) for end in band), alpha=0.2, color=look['color'],
+                              linewidth=0)
 
 
 def add_legend(figure, title: str, place: str = 'right center', ncols: int = 1) -> None:

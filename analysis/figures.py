@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analysis.runs import read_runs
+from analysis.runs import labeled, read_runs
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once, write_file
 from lm_architectures.machine.devices import Device, pick_device, pick_dtype
@@ -57,7 +57,7 @@ def script(Settings: type) -> Callable:
                     raise UserError(f'which runs? python -m {module} RUN RUN ... --out=NAME')
                 if s.model:
                     add_file(s.model)
-                runs = read_runs(folders, s.code, s.labels)
+                runs = labeled(read_runs(folders, s.code), s.labels)
                 write(s.out or Path(os.path.abspath(folders[0])).parent / file.stem, analyze(runs, s))
         return main
     return decorator
@@ -120,7 +120,8 @@ def write(path, contents: dict) -> None:
             write_file(f'{path}{ending}', png.getvalue())
         else:
             write_file(f'{path}{ending}', content.encode(errors='replace'))
-    print('written to ' + ', '.join(f'{path}{ending}' for ending in contents))
+    if contents:
+        print('written to ' + ', '.join(f'{path}{ending}' for ending in contents))
 
 
 def show(rows, *columns: str) -> None:

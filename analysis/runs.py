@@ -1,8 +1,8 @@
 """Runs as pandas tables: `read_runs` has a row for each run, `read_logs` one for each logged step.
 
-    runs = read_runs(['out/a', 'out/b'])    # settings, parameters, FLOPs, final loss and a label
-    compared(runs)                          # means, and differences paired by seed, with intervals
-    curve(read_logs(runs))                  # validation loss over tokens
+    runs = labeled(read_runs(['out/a', 'out/b']))   # settings, parameters, FLOPs, final loss
+    compared(runs)                                  # means, differences paired by seed, intervals
+    curve(read_logs(runs))                          # validation loss over tokens
 
 Columns of `read_runs` are the settings of model and training, and MEASURED. Runs that differ only
 in the seed have the same label.
@@ -24,8 +24,8 @@ from lm_architectures.run.stored_code import code_digest
 from lm_architectures.settings import make_settings
 
 TRAINING = {field.name for field in dataclasses.fields(train.Settings)}  # the other settings are the model's
-MEASURED = ('folder', 'label', 'parameters', 'flops_per_token', 'state_bytes', 'tokens', 'flops', 'minutes', 'gpus',
-            'tokens_per_s', 'memory_gib', 'loss', 'sha256')
+MEASURED = ('folder', 'label', 'parameters', 'flops_per_token', 'state_bytes', 'memory_cells', 'tokens', 'flops',
+            'minutes', 'gpus', 'tokens_per_s', 'memory_gib', 'loss', 'sha256')
 IGNORED = MAY_CHANGE - {'data'} | {'seed', 'extend', 'vocab_size', 'n_ids', 'eos_id', *MEASURED}  # not in labels
 SHORT = {'learning_rate': 'lr', 'max_tokens': 'tokens'}  # names in labels
 VAL_OPTIONS = 'data', 'val_tokens', 'max_length'  # options of eval.py that affect 'val'
@@ -35,11 +35,10 @@ TASK_OPTIONS = 'num_fewshot', *TEXT_OPTIONS  # those that affect a task of lm-ev
 
 # ---- a row for each run ----
 
-def read_runs(folders, code: str | None = None, labels: str | None = None, ignored=()) -> pd.DataFrame:
+def read_runs(folders, code: str | None = None) -> pd.DataFrame:
     """Return a row for each run: its settings and MEASURED. Runs that cannot be read are left out.
 
-    code: 'run' for the model's code as stored in the runs. labels: 'A,B', names of the groups of
-    runs that differ only in the seed and in `ignored` settings; None: the settings that differ.
+    code: 'run' for the model's code as stored in the runs, None for today's.
     """
     rows, errors = [], []
     for folder in folders:
@@ -52,12 +51,21 @@ def read_runs(folders, code: str | None = None, labels: str | None = None, ignor
     for error in errors:
         warn_once(f'left out: {error}')
     runs = pd.DataFrame(rows, dtype=object)
-    runs['label'] = label(runs, ignored, labels)
     if runs.sha256.nunique() > 1:
         warn_once('these runs have different data: their losses in nats per token cannot be compared')
+    return runs
+
+
+def labeled(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.DataFrame:
+    """Return the runs with a column `label`, without duplicates: runs with equal label and seed.
+
+    labels: 'A,B', names of the groups of runs that differ only in the seed and in `ignored`
+    settings; None: the settings that differ.
+    """
+    runs = runs.assign(label=label(runs, labels, ignored))
     again = runs[['label', 'seed', *ignored]].map(repr).duplicated()
-    for run in runs[again].itertuples():
-        warn_once(f'left out: {run.folder} duplicates another run: all settings are equal, including the seed')
+    for folder in runs.folder[again]:
+        warn_once(f'left out: {folder} duplicates another run: all settings are equal, including the seed')
     return runs[~again]
 
 
@@ -78,9 +86,10 @@ def run_row(folder: str, code: str | None = None) -> dict:
     tokens, device = last.get('tokens', 0), record['versions'].get('device')
     return {
         **values, **dataclasses.asdict(settings),
-        'seed': record['settings'].get('seed', folder),  # the seed of an imported run is unknown
+        'seed': record['settings'].get('seed', folder),  # see `imported`
         'edit': edit(folder), 'folder': folder, 'parameters': model and count_parameters(model),
-        'flops_per_token': flops, 'state_bytes': state, 'tokens': tokens, 'flops': flops and flops * tokens,
+        'flops_per_token': flops, 'state_bytes': state,
+        'memory_cells': getattr(model, 'memory_cells', None), 'tokens': tokens, 'flops': flops and flops * tokens,
         'minutes': last.get('seconds', np.nan) / 60,
         'gpus': record['versions'].get('processes', 1) if str(device).startswith('cuda') else 0,
         'tokens_per_s': steps['tokens_per_s'].median() if 'tokens_per_s' in steps else None,
@@ -97,30 +106,43 @@ def edit(folder: str) -> str:
 
 
 def finished(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs whose training is finished, and name the others."""
-    for run in runs[runs.loss.isna()].itertuples():
-        warn_once(f'left out: {run.folder} was last evaluated at {run.tokens:,} of {run.max_tokens:,} tokens: finish '
-                  'training it with ' + command('train.py', f'--out_dir={run.folder}', '--resume'))
-    if runs.loss.isna().all():
-        raise UserError('none of these runs is finished')
-    return runs[runs.loss.notna()]
+    """Return the runs without those whose training is unfinished, and name these.
+
+    Imported models, which were not trained here, count as finished.
+    """
+    unfinished = runs.loss.isna() & ~imported(runs)
+    for run in runs[unfinished].itertuples():
+        line = (f'{run.folder} was last evaluated at {run.tokens:,} of {run.max_tokens:,} tokens: finish training it '
+                'with ' + command('train.py', f'--out_dir={run.folder}', '--resume'))
+        if unfinished.all():
+            raise UserError(line)
+        warn_once(f'left out: {line}')
+    return runs[~unfinished]
+
+
+def imported(runs: pd.DataFrame) -> pd.Series:
+    """Return True for imported models. Their seed is unknown: the column has the folder."""
+    return runs.seed == runs.folder
 
 
 # ---- labels ----
 
-def label(runs: pd.DataFrame, ignored=(), labels: str | None = None) -> pd.Series:
+def label(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.Series:
     """Return each run's label: the model, then as few settings as tell the groups of runs apart.
 
     Settings of a model are compared among its runs, those of training among all runs.
     """
     text = runs[[name for name in runs if name not in IGNORED | {*ignored}]].map(repr)  # lists have no hash
+    absent = (text == 'nan').sum()
     training = [name for name in text if name in TRAINING and text[name].nunique() > 1]
     differs = text.groupby(runs.model).transform('nunique') > 1
     text = text.where(differs.assign(**dict.fromkeys(training, True)), '').assign(model=runs.model)
-    if (imported := runs.seed.map(lambda seed: isinstance(seed, str))).any():
-        text['folder'] = runs.folder.where(imported, '')
+    if imported(runs).any():
+        text['folder'] = runs.folder.where(imported(runs), '')
     names, n_groups = [], 1
-    for name in ['model', *sorted(text.columns.drop('model'), key=TRAINING.__contains__)]:  # the model's come first
+    # settings of one model first, then of several models, then of training
+    order = sorted(text.columns.drop('model'), key=lambda name: (name in TRAINING, -absent.get(name, 0)))
+    for name in ['model', *order]:
         if (n := text.groupby([*names, name]).ngroups) > n_groups:
             names, n_groups = [*names, name], n
     names = names or ['model']

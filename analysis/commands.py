@@ -1,0 +1,354 @@
+"""Figures and tables of any runs. Runs that differ only in the seed are averaged.
+
+    python -m analysis curves RUN RUN ...                 validation loss over tokens, time, FLOPs
+    python -m analysis curves RUN RUN ... --minus=LABEL   differences by seed
+    python -m analysis final RUN RUN ...                  final losses, gaps to the first model's
+    python -m analysis final RUN RUN ... --paper=sps      and scores of eval.py, beside a paper's
+    python -m analysis final RUN RUN ... --x=window       over a setting, or over `parameters`
+    python -m analysis match RUN RUN ...                  tokens to reach the other's loss
+
+--y=accuracy: another logged value instead of the loss, or a score of eval.py, such as
+--y='piqa acc_norm'. Of several, separated by commas, the mean. Writes NAME.csv and NAME.png
+(`final` also NAME.md), by default beside the first run. Intervals are 95% by Student's t.
+"""
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from analysis import figures
+from analysis.runs import MEASURED, compared, curve, evaluations, finished, labeled, read_logs, read_runs, short_number
+from lm_architectures.data.generated import SOLVED
+from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once
+from lm_architectures.run.models import add_file
+from lm_architectures.score.scoring import perplexity
+from lm_architectures.settings import load_settings
+
+AXES = {'tokens': 'training tokens', 'gpu_hours': 'training time, GPU-hours', 'minutes': 'training time, minutes',
+        'flops': 'training FLOPs'}
+SAME_SIZE = 1.1  # models within this ratio of parameter counts are the same size
+LENGTH = {'max_tokens', 'schedule', 'decay_fraction', 'min_lr'}  # settings of the length and the decay
+SHARES = 'accuracy', 'solved', 'valid', 'next_token'  # scores of tasks from 0 to 1 start with these
+
+
+@dataclass
+class Settings(figures.Settings):
+    y: tuple[str, ...] = ('val',)  # logged values or scores of eval.py: their mean; curves: NAME* for a curve each
+    minus: str | None = None  # curves, final: label whose runs are subtracted from all others, seed by seed
+    x: str | None = None  # final: a setting, or `parameters`, on the x axis
+    paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # final: add the scores and rows of this paper's table
+
+
+# ---- over training ----
+
+def held_from(held: pd.Series) -> pd.Series:
+    """Return True from where a condition holds to the end."""
+    return held[::-1].astype(int).cummin()[::-1].astype(bool)
+
+
+def crossing(points: pd.DataFrame, first: pd.DataFrame, axis: str) -> float | None:
+    """Return the place on an axis from which `points` stay below the curve `first`, or None."""
+    points = points[points[axis].between(first[axis].iloc[0], first[axis].iloc[-1])]
+    below = points[held_from(points['mean'] < np.interp(points[axis], first[axis], first['mean']))]
+    return below[axis].iloc[0] if len(below) else None
+
+
+def logged(runs: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
+    """Return `read_logs` with a column `y`, and for each value of a pattern NAME* its own label."""
+    log = read_logs(runs)
+    found = {name: [column for column in log.select_dtypes('number') if column == name or
+                    name.endswith('*') and column.startswith(name[:-1])] for name in names}
+    if missing := [name for name, columns in found.items() if not columns]:
+        raise UserError(f'{" ".join(runs.folder)}: no {missing[0]} was logged')
+    columns = sum(found.values(), [])
+    if len(columns) > len(names):
+        return pd.concat([log.assign(y=log[column], label=log.label + f', {column}') for column in columns])
+    return log.assign(y=log[columns].mean(axis=1, skipna=False))
+
+
+def curves(runs: pd.DataFrame, s: Settings) -> dict:
+    log = logged(runs, s.y)
+    points = curve(log, 'y', s.minus)
+    for label in {*log.label} - {*points.label}:
+        warn_once(f'left out: {label}: no {", ".join(s.y)} that all of its runs logged at the same step')
+    ends = points.groupby('label', sort=False).tail(1)
+    if all(name.startswith(SHARES) for name in s.y):
+        solved = points[points.groupby('label')['mean'].transform(lambda y: held_from(y >= SOLVED)).astype(bool)]
+        ends = ends.join(solved.groupby('label').step.first().rename('solved from'), on='label')
+    figures.show(ends, 'label', 'mean', 'lowest', 'highest', 'seeds', 'step', 'tokens', 'minutes',
+                 *({'solved from'} & {*ends}))
+    axes_of = [axis for axis in AXES if points[axis].notna().all()]
+    if 'gpu_hours' in axes_of:
+        axes_of.remove('minutes')
+    (_, first), *others = points.groupby('label', sort=False)
+    for label, own in others if s.y == ('val',) else ():
+        places = {AXES[axis]: crossing(own, first, axis) for axis in axes_of}
+        print(f'{label} is below the first curve ' + ', '.join(
+            f'never over {what}' if x is None else f'from {short_number(x)} {what} on' for what, x in places.items()))
+    figure, panels = figures.new_figure(title(s), len(axes_of), (5.5, 5))
+    for axes, axis in zip(panels, axes_of):
+        figures.draw(axes, points, axis, band=('lowest', 'highest'))
+        set_axes(axes, points, AXES[axis])
+    figures.add_legend(figure, figures.BAND, 'lower center', ncols=2)
+    return {'.csv': points, '.png': figure}
+
+
+def title(s: Settings) -> str:
+    return ', '.join(s.y).replace('val', 'validation loss, nats per token') + (f', minus {s.minus}' if s.minus else '')
+
+
+def set_axes(axes, points: pd.DataFrame, xlabel: str) -> None:
+    """Set both axes (x ticks: 2 M, 20 G). The top of y ignores each curve's first quarter."""
+    from matplotlib.ticker import EngFormatter
+    by_label = points.groupby('label')
+    late = points[by_label.cumcount() >= by_label.tokens.transform('size') // 4]
+    margin = max(0.04 * (late.highest.max() - points.lowest.min()), 1e-3)
+    axes.set(xlabel=xlabel, xlim=(0, None), ylim=(points.lowest.min() - margin, late.highest.max() + margin))
+    if axes.get_xlim()[1] >= 1000:  # not minutes
+        axes.xaxis.set_major_formatter(EngFormatter())
+
+
+# ---- tokens to match a loss (SPS paper, figures 1 and 2) ----
+
+def constant_rate(runs: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """Return the curve at the constant learning rate, and where the shortest run's decay begins.
+
+    runs: differ only in length and seed. The shortest counts up to its decay, then the longer ones,
+    which may have been stopped.
+    """
+    parts, starts = [], [-1]
+    for max_tokens, own in runs.groupby('max_tokens'):  # ascending
+        run = own.iloc[0]
+        if run.schedule == 'cosine':
+            raise UserError(f'{run.folder} has schedule = cosine, without a constant learning rate: expected wsd or '
+                            'constant')
+        log = read_logs(own if parts else finished(own))
+        points = curve(log[log.lr >= log.learning_rate * (1 - 1e-9)])  # neither warm-up nor decay
+        parts.append(points[points.tokens > starts[-1]])
+        if parts[0].empty:
+            raise UserError(f'{run.folder}: no evaluation between warm-up and decay')
+        starts.append(int(max_tokens * (1 - run.decay_fraction)) if run.schedule == 'wsd' else max_tokens)
+    return pd.concat(parts).assign(last=parts[0].tokens.iloc[-1]), starts[1]
+
+
+def match(runs: pd.DataFrame, s: Settings) -> dict:
+    """Return when each model reaches the baseline's last loss, and the other way round.
+
+    Both are compared at the constant learning rate. The baseline is the first label, and its last
+    loss is the last one before the shortest run's decay.
+    """
+    rows, drawn, baseline = [], [], runs.label.iloc[0]
+    for size, of_size in runs.groupby(sizes(runs.parameters)):
+        found = {label: constant_rate(own) for label, own in of_size.groupby('label', sort=False)}
+        if baseline not in found or len(found) < 2:
+            warn_once(f'left out: the runs of {short_number(size)} parameters are {"; ".join(found)}: expected '
+                      f'{baseline}, the baseline, and others')
+            continue
+        drawn.append(pd.concat(points for points, _ in found.values()).assign(size=size))
+        for other in [label for label in found if label != baseline]:
+            rows += [{'size': short_number(size), **matched(*pair, found)}
+                     for pair in ((other, baseline), (baseline, other))]
+    if not rows:
+        raise UserError('expected runs of a baseline and of another model of the same size')
+    figures.show(rows, 'size', 'loss_of', 'loss', 'budget', 'by', 'searched', 'tokens', 'tokens_ratio')
+    figure, panels = figures.new_figure('Tokens to match a loss, at the constant learning rate', len(drawn), (6, 5.5))
+    style_of = figures.styles(runs.label)
+    for axes, points in zip(panels, drawn):
+        size = short_number(points['size'].iloc[0])
+        figures.draw(axes, points, 'tokens', band=('lowest', 'highest'), style_of=style_of)
+        for row in [row for row in rows if row['size'] == size and row['tokens']]:
+            axes.annotate('', (row['tokens'], row['loss']), (row['evaluated_at'], row['loss']),
+                          arrowprops={'arrowstyle': '->', 'color': style_of[row['by']]['color']})
+        set_axes(axes, points, f'training tokens, {size} parameters')
+    figures.add_legend(figure, f'{figures.BAND}\nArrow: from a loss to where the other matches it', 'lower center')
+    return {'.csv': pd.DataFrame(rows), '.png': figure}
+
+
+def matched(target: str, by: str, found: dict[str, tuple]) -> dict:
+    """Return a row of `match`: the tokens at which `by` reaches the target's last loss, or None."""
+    (points, budget), (others, _) = found[target], found[by]
+    last, = points[points.tokens == points['last']].itertuples()
+    reached = others[others['mean'] <= last.mean].tokens
+    tokens = None if reached.empty else int(reached.iloc[0])
+    return {'loss_of': target, 'loss': last.mean, 'evaluated_at': last.tokens, 'budget': budget, 'by': by,
+            'searched': others.tokens.iloc[-1], 'tokens': tokens, 'tokens_ratio': tokens and tokens / budget}
+
+
+# ---- at the end of training ----
+
+def sizes(parameters: pd.Series) -> pd.Series:
+    """Return a common size of models within SAME_SIZE: their smallest number of parameters."""
+    found = {}
+    for n in sorted(parameters.unique()):
+        found[n] = next((size for size in found.values() if n <= SAME_SIZE * size), n)
+    return parameters.map(found)
+
+
+def of_size(runs: pd.DataFrame) -> set[str]:
+    """Return the settings that all runs of a model share at each size, such as n_embd."""
+    text = runs.drop(columns=[*MEASURED], errors='ignore').map(repr)
+    shared = (text.groupby([runs.model, sizes(runs.parameters)]).nunique() <= 1).all()
+    return {*text.columns[shared]} - {'model', 'seed'}
+
+
+def with_values(runs: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
+    """Return the finished runs with a column `y`: the mean of their last values or scores."""
+    runs = finished(runs)
+    if names == ('val',):
+        return runs.assign(y=runs.loss)
+
+    def last(run):
+        values = evaluations(Path(run.folder) / 'eval.jsonl')
+        if not {*names} <= {*values}:
+            values |= read_logs(run.to_frame().T).ffill().iloc[-1].to_dict()
+        if missing := {*names} - {*values}:
+            raise UserError(f'{run.folder} has no {min(missing)!r}: expected a logged value or a score of eval.py')
+        return float(np.mean([values[name] for name in names]))
+    return runs.assign(y=[last(run) for _, run in runs.iterrows()])
+
+
+def table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each label: size and costs of its first seed, and `compared` of column y."""
+    costs = runs.groupby('label', sort=False)[['parameters', 'state_bytes', 'learning_rate', 'tokens', 'flops',
+                                               'tokens_per_s', 'memory_gib', 'minutes', 'gpus']].first()
+    values = runs.groupby('label', sort=False).y.agg(lambda own: ' '.join(repr(float(y)) for y in own))
+    return costs.join(compared(runs, 'y')).join(values.rename('values')).reset_index()
+
+
+def formatted(rows: pd.DataFrame, what: str = 'loss') -> str:
+    """Format the rows of `table` in Markdown."""
+    forms = {'parameters': '{:,}', 'state_bytes': '{:,.0f}', 'learning_rate': '{:.2g}', 'tokens': '{:,}',
+             'flops': '{:.3g}', 'tokens_per_s': '{:,.0f}', 'n': '{:.0f}', 'mean': '{:.4f}'}
+    shown = rows[['label', *forms]].astype(object)
+    for name, form in forms.items():
+        shown[name] = rows[name].map(lambda x, form=form: '' if pd.isna(x) else form.format(x))
+    shown.columns = ['model', 'parameters', 'bytes of state', 'lr', 'tokens', 'FLOPs', 'tokens/s', 'seeds', what]
+    shown['95%'] = [f'{low:.4f} to {high:.4f}' if low == low else '' for low, high in zip(rows.low, rows.high)]
+    if len(rows) > 1:
+        gaps = rows[['minus_mean', 'minus_low', 'minus_high']].to_numpy()[1:]
+        shown[f'minus {rows.label[0]} (95%)'] = ['', *(figures.gap_text(*gap) for gap in gaps)]
+    return figures.markdown(shown)
+
+
+def final(runs: pd.DataFrame, s: Settings) -> dict:
+    runs = with_values(runs, s.y)
+    if s.x:
+        return over(runs, s)
+    rows, what = table(runs), ', '.join(s.y).replace('val', 'loss')
+    text, tables = formatted(rows, what), {'.csv': rows}
+    if s.paper:
+        tables['_paper.csv'] = beside = beside_paper(runs, s.paper)
+        text += f'\n\n{figures.markdown(beside)}'
+    print(text)
+    figure, (axes,) = figures.new_figure(what, size=(2.5 + 1.4 * len(rows), 4.5))
+    for i, row in rows.iterrows():
+        own = runs[runs.label == row.label].y
+        axes.plot([i + 0.12] * len(own), own, 'o', markersize=3, color=f'C{i}', alpha=0.6)
+        half = row.high - row['mean'] if row.high == row.high else None
+        axes.errorbar(i, row['mean'], half, fmt='D', markersize=5, capsize=6, color=f'C{i}')
+    axes.set_xticks(range(len(rows)), rows.label.str.replace(', ', '\n'))
+    axes.set(xlim=(-0.6, len(rows) - 0.4), title='diamond: mean with 95% interval; dots: seeds')
+    return tables | {'.md': f'{text}\n', '.png': figure}
+
+
+def over(runs: pd.DataFrame, s: Settings) -> dict:
+    """Draw final values over s.x, a line for each label. s.minus is subtracted seed by seed."""
+    values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x].where(runs[s.x].notna(), math.inf)
+    is_ordered = values.map(lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)).all()
+    place = values.astype(float) if is_ordered else pd.Series(pd.factorize(values.map(str))[0], runs.index)
+    names = values.map(short_number if is_ordered else str).where(values != math.inf, 'all' if is_ordered else 'none')
+    runs = runs.assign(place=place, **{s.x: names})
+    if s.minus:
+        first = runs[runs.label == s.minus].set_index(['seed', 'place']).y.rename('first')
+        runs = runs.join(first, on=['seed', 'place'], how='inner')
+        runs['y'] = runs.y - runs['first']
+    points = pd.concat(own.groupby(['label', 'place', s.x]).y.agg(
+        mean='mean', lowest='min', highest='max', seeds='size').reset_index()
+        for _, own in runs.groupby('label', sort=False)).reset_index(drop=True)
+    figures.show(points, 'label', s.x, 'mean', 'lowest', 'highest', 'seeds')
+    figure, (axes,) = figures.new_figure('Final ' + title(s))
+    axes.xaxis.update_units([*dict.fromkeys(points.sort_values('place')[s.x])])  # this order for all lines
+    style_of = figures.styles(points.label)
+    one = points.groupby('label').place.transform('size') == 1  # no sweep: a horizontal line
+    figures.draw(axes, points if one.all() else points[~one], s.x, band=('lowest', 'highest'), style_of=style_of,
+                 **({} if is_ordered else {'linestyle': ''}))
+    for point in points[one & (not one.all())].itertuples():
+        axes.axhline(point.mean, label=point.label, **style_of[point.label])
+    axes.set(xlabel=s.x)
+    figures.add_legend(figure, figures.BAND)
+    return {'.csv': points.drop(columns='place'), '.png': figure}
+
+
+# ---- a paper's own numbers ----
+
+MEANS = {'corpus NLL': ' nats_per_word', 'task accuracy, %': ', %'}  # column: ending of the columns it averages
+
+
+def beside_paper(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return a row of texts for each label, followed by the paper's row if one has its settings.
+
+    papers/NAME/paper.csv is the paper's table. Columns without a space are settings that identify a
+    run; an empty cell matches any value. The others are numbers: a task and metric as in
+    eval.jsonl, in percent if the name ends in ', %', or those of `numbers`.
+    """
+    paper = pd.read_csv(ROOT / f'papers/{name}/paper.csv', dtype=str, keep_default_na=False)
+    columns, rows = [column for column in paper if ' ' in column], []
+    for label, own in runs.groupby('label', sort=False):
+        values = pd.DataFrame([numbers(run, columns) for _, run in own.iterrows()], dtype=float)
+        for column, ending in MEANS.items():
+            values[column] = values[[c for c in columns if c.endswith(ending) and c not in MEANS]].mean(
+                axis=1, skipna=False)
+        means = values[columns].mean(skipna=False).dropna()
+        rows.append({'run': label} | {c: f'{value:.{decimals(paper[c])}f}' for c, value in means.items()})
+        settings = paper.drop(columns=['name', *columns])
+        same = [all(str(own.iloc[0].get(key)) == value for key, value in row.items() if value)
+                for _, row in settings.iterrows()]
+        rows += [{'run': f'paper: {row["name"]}', **{c: row[c] for c in columns if row[c]}}
+                 for _, row in paper[same].iterrows()]
+    found = pd.DataFrame(rows).fillna('')
+    return found[[column for column in ['run', *columns] if column in found]]
+
+
+def numbers(run: pd.Series, columns: list[str]) -> dict[str, float]:
+    """Return a run's numbers for these columns of a paper's table. What is unknown is NaN."""
+    scores = evaluations(Path(run.folder) / 'eval.jsonl')
+    found = {column: (100 if column.endswith(', %') else 1) * scores.get(column.removesuffix(', %'), math.nan)
+             for column in columns}
+    return found | {'validation loss': run.loss, 'validation perplexity': perplexity(run.loss),
+                    'state dim': run.get('n_embd'), 'memory cells': run.memory_cells}
+
+
+def decimals(texts: pd.Series) -> int:
+    """Return the number of decimals that a paper prints, 3 if it prints none of these numbers."""
+    return max((len(text.partition('.')[2]) for text in texts if re.fullmatch(r'[\d.]+', text)), default=3)
+
+
+# ---- the command line ----
+
+COMMANDS = {'curves': curves, 'final': final, 'match': match}
+
+
+def main(argv: list[str] | None = None) -> None:
+    with friendly_errors(argv):
+        s, (name, *folders), _ = load_settings(Settings, [*(sys.argv[1:] if argv is None else argv)] or ['--help'])
+        if name not in COMMANDS or not folders:
+            raise UserError(f'expected python -m analysis {"|".join(COMMANDS)} RUN RUN ..., see its --help')
+        if s.model:
+            add_file(s.model)
+        runs, ignored = read_runs(folders, s.code), set()
+        if s.x and s.x not in runs:
+            raise UserError(f'x is {s.x!r}: expected a setting of these runs, such as learning_rate, or parameters')
+        if name == 'match':
+            ignored = LENGTH | of_size(runs)
+        elif s.x:
+            ignored = {s.x} | (of_size(runs) if s.x == 'parameters' else set())
+        runs = labeled(runs, s.labels, ignored)
+        if s.minus and s.minus not in {*runs.label}:
+            raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(runs.label.unique())}')
+        figures.write(s.out or Path(os.path.abspath(folders[0])).parent / name, COMMANDS[name](runs, s))

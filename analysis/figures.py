@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analysis.runs import labeled, read_runs
+from analysis.runs import labeled, named, read_runs
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once, write_file
 from lm_architectures.machine.devices import Device, pick_device, pick_dtype
@@ -41,11 +41,12 @@ class ModelSettings(Settings):
     device: Device = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
 
 
-def script(Settings: type) -> Callable:
+def script(Settings: type, one_by_one: bool = False) -> Callable:
     """Turn a function (runs, settings) into the `main` of a script: a decorator.
 
     runs: the table of the runs on its command line. The script writes what the function returns,
     {ending: content} as in `write`, to files named --out or, beside the first run, like the script.
+    one_by_one: each run has its own label, even if it differs from others only in the seed.
     """
     def decorator(analyze):
         def main(argv: list[str] | None = None) -> None:
@@ -57,7 +58,7 @@ def script(Settings: type) -> Callable:
                     raise UserError(f'which runs? python -m {module} RUN RUN ... --out=NAME')
                 if s.model:
                     add_file(s.model)
-                runs = labeled(read_runs(folders, s.code), s.labels)
+                runs = (named if one_by_one else labeled)(read_runs(folders, s.code), s.labels)
                 write(s.out or Path(os.path.abspath(folders[0])).parent / file.stem, analyze(runs, s))
         return main
     return decorator

@@ -127,6 +127,14 @@ def imported(runs: pd.DataFrame) -> pd.Series:
 
 # ---- labels ----
 
+def named(runs: pd.DataFrame, labels: str | None = None) -> pd.DataFrame:
+    """Return the runs with a label each: 'A,B' in order or, if None, the names of the folders."""
+    if labels is not None:
+        return runs.assign(label=given_labels(labels, runs.folder))
+    names = runs.folder.map(lambda folder: Path(folder).name)
+    return runs.assign(label=names.where(~names.duplicated(keep=False), runs.folder))
+
+
 def label(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.Series:
     """Return each run's label: the model, then as few settings as tell the groups of runs apart.
 

@@ -18,10 +18,10 @@ not say how windows are combined, so three estimates are given, over positions t
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 
 from analysis import figures
-from analysis.runs import named
 from lm_architectures.run.run_settings import check_windows
 from lm_architectures.score.scoring import perplexity
 
@@ -70,11 +70,11 @@ def contraction(moves):
     return {name: round(float(value), 3) for name, value in zip(ESTIMATES, values)}
 
 
-def row_of(run, s):
+def row_of(folder: str, s: Settings) -> dict:
     """Return the row of a run in the table."""
-    model, data = figures.load(run, s)
-    figures.require(model, run, 'prepare', 'iterates', 'correct', 'stream', 'nll')
-    c, T = model.config, run.record['settings']['block_size']
+    model, data, record = figures.load(folder, s)
+    figures.require(model, folder, 'prepare', 'iterates', 'correct', 'stream', 'nll')
+    c, T = model.config, record['settings']['block_size']
     check_windows(data, T)
     windows = range(min(data.n_rows('val', T), max(1, s.tokens // T)))
     counts, nats, moves, unrolls = [], [], [], []
@@ -89,7 +89,7 @@ def row_of(run, s):
         unrolls.append(used)
     perplexities = {k: perplexity(np.average([nll[k] for nll in nats], weights=counts)) for k in nats[0]}
     variant = 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
-    row = {'run': run.folder, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd,
+    row = {'run': folder, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd,
            'C/N': round(c.n_embd / c.n_layer), 'T': T, 'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
     row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
     row |= {'sequential': round(perplexities['sequential'], 3),
@@ -121,11 +121,11 @@ def plot(rows, names):
     return figure
 
 
-@figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
-    rows = [row_of(run, s) for run in runs]
+@figures.script(Settings, one_by_one=True)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
+    rows = [row_of(folder, s) for folder in runs.folder]
     figures.show(rows)
-    return {'.csv': rows, '.png': plot(rows, named(runs, s.labels).values())}
+    return {'.csv': pd.DataFrame(rows, dtype=object), '.png': plot(rows, runs.label)}
 
 
 if __name__ == '__main__':

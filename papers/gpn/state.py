@@ -6,7 +6,7 @@ Prints single numbers, writes all to NAME.csv (part, name, x, value) and draws c
 the geometry of predicted states, the tokens that their mean decodes to, and how long the state and
 memory heads remember. The ablations measure validation perplexity and state norms with the mean
 direction removed from the decoded or the recurrent state, and with the slow or fast memory heads
-emptied; for runs on lm_architectures/data/tasks/recall.py, also accuracy and nll by distance.
+emptied.
 
 A head's lifetime is the lag at which the mean product of its decays falls to 1/e (the paper's
 half-life). Heads are split into slow and fast at the largest gap between lifetimes. As in the
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import group_by, named
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError
 
@@ -122,18 +122,17 @@ def pools(lives):
 
 @torch.no_grad()
 def evaluate(model, batches, **edits):
-    """Return the nats of each target (N,), 1 where it is the argmax (N,), and the mean state norm.
+    """Return the nats of each target (N,) and the mean norm of the states.
 
     batches: [(idx, targets)], where targets of -1 are ignored; edits: arguments of `unroll`.
     """
-    nats, is_right, lengths = [], [], []
+    nats, lengths = [], []
     for idx, targets in batches:
         states = unroll(model, idx, **edits)[0]
         logits, wanted = model._logits(model.head_input(states[targets >= 0])), targets[targets >= 0]
         nats.append(F.cross_entropy(logits, wanted, reduction='none').double())
-        is_right.append(logits[:, :model.config.n_ids].argmax(-1) == wanted)
         lengths.append(states.norm(dim=-1).mean())
-    return torch.cat(nats), torch.cat(is_right).double(), float(torch.stack(lengths).mean())
+    return torch.cat(nats), float(torch.stack(lengths).mean())
 
 
 def geometry_rows(states):
@@ -175,11 +174,10 @@ def direction_rows(model, means, unigram, show):
 
 
 @torch.no_grad()
-def measure(model, batches, unigram, show, asked_distance=None):
+def measure(model, batches, unigram, show):
     """Return all measurements as rows (part, name, x, value).
 
-    unigram (V,): counts of training tokens; show(id): text of a token; asked_distance (recall
-    only): maps idx (B, T) to how many tokens back each queried pair is (B, T).
+    unigram (V,): counts of training tokens; show(id): text of a token.
     """
     unrolled = [unroll(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*unrolled))
@@ -207,20 +205,9 @@ def measure(model, batches, unigram, show, asked_distance=None):
             rows.append(('pool', f'{pool} heads', '', str(heads)))
             if heads:
                 tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
-    return rows + ablation_rows(model, batches, tests, asked_distance)
-
-
-def ablation_rows(model, batches, tests, asked_distance):
-    """Return CSV rows of perplexity and state norms of tests {name: arguments of `unroll`}."""
-    rows = []
-    if asked_distance is not None:
-        distances = torch.cat([asked_distance(idx)[targets >= 0] for idx, targets in batches])
     for name, edits in tests.items():
-        nats, is_right, length = evaluate(model, batches, **edits)
+        nats, length = evaluate(model, batches, **edits)
         rows += [('perplexity', name, '', float(nats.mean().exp())), ('magnitude', name, '', length)]
-        if asked_distance is not None:
-            for part, values in (('accuracy', is_right), ('nll', nats)):
-                rows += [(part, name, d, float(values[distances == d].mean())) for d in distances.unique().tolist()]
     return rows
 
 
@@ -231,36 +218,33 @@ PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
     'running mean': ('States: mean over a window', 'tokens averaged', 'cosine with the mean of all', 'log'),
     'cosine': ('States: similarity over time', 'lag k, tokens', 'cosine of states k apart', 'log'),
     'retention': ('Memory: what is left of a write', 'lag k, tokens', 'fraction left', 'log'),
-    'perplexity': ('Ablations: loss', 'validation perplexity', '', 'log'),
-    'accuracy': ('Ablations: recall', 'distance from pair to query, tokens', 'accuracy', 'log'),
-    'nll': ('Ablations: recall', 'distance from pair to query, tokens', 'loss, nats', 'log')}
+    'perplexity': ('Ablations: loss', 'validation perplexity', '', 'log')}
 
 
-def plot(rows, name='a GPN'):
+def plot(rows: pd.DataFrame, name='a GPN'):
     """Draw one panel for each part of PANELS that rows have."""
-    by_part = group_by(rows, lambda row: row[0])
-    parts = [part for part in PANELS if part in by_part]
+    parts = [part for part in PANELS if part in {*rows.part}]
     figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
     for ax, part in zip(axes, parts):
         title, x_label, y_label, scale = PANELS[part]
-        for name, own in group_by(by_part[part], lambda row: row[1]).items():
-            places, values = zip(*(row[2:] for row in own))
+        for name, own in rows[rows.part == part].groupby('name', sort=False):
             if part == 'perplexity':
-                ax.barh(name, values, color='C0')
+                ax.barh(name, own.value, color='C0')
             else:
-                ax.plot(places, values, label=name, marker='o' if scale == 'log' else '', markersize=3)
-        if part in ('cosine', 'retention', 'accuracy', 'nll'):
+                ax.plot([*own.x], [*own.value], label=name, marker='o' if scale == 'log' else '', markersize=3)
+        if part in ('cosine', 'retention'):
             ax.legend(fontsize='x-small')
         ax.set(xlabel=x_label, ylabel=y_label, xscale=scale, title=title)
     return figure
 
 
-def rows_of(run, s: Settings):
+def rows_of(folder: str, s: Settings) -> pd.DataFrame:
     """Return the rows of `measure` for a run."""
-    (model, data), record = figures.load(run, s), run.record
-    figures.require(model, run, 'ground_input', 'first_state', 'step')
+    model, data, record = figures.load(folder, s)
+    figures.require(model, folder, 'ground_input', 'first_state', 'step')
     if model.config.eos_id is not None:
-        raise UserError(f'{run} starts each document with an empty state: expected a run with --mask_documents=False')
+        raise UserError(f'{folder} starts each document with an empty state: expected a run with '
+                        '--mask_documents=False')
     device = model.fuse.weight.device
     T = getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
     n_windows, batch_size = data.n_rows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
@@ -273,18 +257,17 @@ def rows_of(run, s: Settings):
     counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
     unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
     tokenizer = load_tokenizer(record['data']['tokenizer'])
-    asked_distance = getattr(getattr(data, 'task', None), 'asked_distance', None)
-    return measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'), asked_distance)
+    rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'))
+    return pd.DataFrame(rows, columns=['part', 'name', 'x', 'value'], dtype=object)
 
 
-@figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
+@figures.script(Settings, one_by_one=True)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     if len(runs) > 1:
         raise UserError(f'expected one run, got {len(runs)}')
-    rows = rows_of(runs[0], s)
-    table = [dict(zip(('part', 'name', 'x', 'value'), row)) for row in rows]
-    figures.show([row for row in table if row['x'] == '' or row['name'] == 'tokens'])  # curves: see the figure
-    return {'.csv': table, '.png': plot(rows, named(runs, s.labels)[runs[0]])}
+    rows = rows_of(runs.folder[0], s)
+    figures.show(rows[(rows.x == '') | (rows['name'] == 'tokens')])  # curves: see the figure
+    return {'.csv': rows, '.png': plot(rows, runs.label[0])}
 
 
 if __name__ == '__main__':

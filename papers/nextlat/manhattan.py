@@ -1,6 +1,6 @@
-"""Reconstruct the map that a model learned from walks through a city (NextLat paper, world models).
+"""Scores of models that learned walks through a city (NextLat paper, world models).
 
-    python -m papers.nextlat.manhattan RUN RUN ... --out=NAME          runs trained on lm_architectures/data/tasks/manhattan.py
+    python -m papers.nextlat.manhattan RUN RUN ... --out=NAME      runs trained on `manhattan`
 
 Prints and writes to NAME.csv, for each run:
 
@@ -12,31 +12,20 @@ Prints and writes to NAME.csv, for each run:
     same_way      fraction of these pairs with the same greedy continuation
     rank          effective rank of states on held-out rows: exp of the entropy of their singular
                   values, normalized to sum 1
-    streets       streets that sampled walks between held-out pairs need: existing and invented, and
-                  existing ones not taken
-
-and draws the streets in NAME.png, invented ones in red. The reconstruction follows Vafa et al.:
-each sampled walk is followed along streets that exist or were invented before. Where it cannot
-continue, a street to a nearby place is invented, the one from which the rest of the walk can be
-followed furthest, with up to `max_degree` streets per place. The data has no coordinates, so places
-are laid out by the directions of the streets, each of length 1.
 """
-from collections import Counter
 from dataclasses import dataclass
 from math import exp, log
 
 import numpy as np
+import pandas as pd
 import torch
 
 from analysis import figures
-from analysis.runs import named
 from lm_architectures.decode.generation import allocate_cache, decodable, generate, pad
 from lm_architectures.files import UserError
 from lm_architectures.score.scoring import target_log_probs
 from lm_architectures.settings import check_ranges
 
-COMPASS = {'N': (0, 1), 'NE': (1, 1), 'E': (1, 0), 'SE': (1, -1), 'S': (0, -1), 'SW': (-1, -1), 'W': (-1, 0),
-           'NW': (-1, 1)}
 N_CONTINUATIONS, EPSILON = 30, 0.01  # for `compression` (Vafa et al.)
 
 
@@ -44,14 +33,11 @@ N_CONTINUATIONS, EPSILON = 30, 0.01  # for `compression` (Vafa et al.)
 class Settings(figures.ModelSettings):
     detours: float = 0.75  # probability of a detour at each step
     n_prefixes: int = 1000  # pairs of prefixes for `compression`
-    n_walks: int = 6400  # walks to reconstruct the map from; fewer for a small city, as in papers/nextlat/reproduce.py
-    max_degree: int = 8  # maximum streets that leave a place, including invented ones
-    distance: float = 4.0  # maximum length of an invented street; real ones have about 1; the paper: half a mile
     batch_size: int = 256  # rows processed at a time
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, detours=(0, 1), distance=0)
+        check_ranges(self, detours=(0, 1))
 
 
 # ---- paths with detours ----
@@ -173,141 +159,32 @@ def states_of(model, idx, batch_size: int):
     return torch.cat([model.final_hidden(part.to(device)).flatten(0, 1).cpu() for part in idx.split(batch_size)])
 
 
-# ---- the map ----
+# ---- the command line ----
 
-def layout(task) -> np.ndarray:
-    """Fit positions (nodes, 2) to streets of length 1 in their directions, by least squares."""
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.linalg import lsqr
-    a, turn = (task.neighbor >= 0).nonzero()
-    steps = np.array([COMPASS[name] for name in task.symbols[:task.first_node]], float)[turn]
-    steps /= np.linalg.norm(steps, axis=1, keepdims=True)
-    n = len(a)
-    entries = np.concatenate([np.ones(n), -np.ones(n)])
-    places = np.tile(np.arange(n), 2), np.concatenate([task.neighbor[a, turn], a])
-    matrix = csr_matrix((entries, places), shape=(n, len(task.nodes)))
-    return np.stack([lsqr(matrix, steps[:, axis])[0] for axis in (0, 1)], 1)
-
-
-def follow(node: int, goal: int, turns, true: dict, used: dict, degree: Counter, max_degree: int, pending=None):
-    """Follow a walk. Returns its places up to the goal, or to where a street can be invented.
-
-    true, used {(node, turn): neighbor}: existing streets, and streets used so far; degree: number
-    of used streets that leave each place; pending: a street (node, turn) about to be invented.
-    """
-    path, end, new = [node], 1, [pending] if pending else []
-    for k, turn in enumerate(turns):
-        street, has_room = (node, turn), degree[node] + sum(a == node for a, _ in new) < max_degree
-        if street not in used and street not in new and has_room:
-            end = k + 1
-        if street in used:
-            node = used[street]
-        elif street in true and street != pending and (street in new or has_room):
-            new += [street] if street not in new else []
-            node = true[street]
-        else:
-            break
-        path.append(node)
-    return path if len(path) > len(turns) and node == goal else path[:end]
-
-
-def rebuild(walks, true: dict, near: list, max_degree: int) -> tuple[dict, int]:
-    """Return the streets {(node, turn): neighbor} that walks use, and the number of failed walks.
-
-    walks: (start, goal, turns); near[node]: places that an invented street may lead to.
-    """
-    used, degree, n_failed = {}, Counter(), 0
-
-    def take(path, turns):
-        for node, turn, after in zip(path, turns, path[1:]):
-            if (node, turn) not in used:
-                used[node, turn] = after
-                degree[node] += 1
-
-    for start, goal, turns in walks:
-        path = follow(start, goal, turns, true, used, degree, max_degree)
-        take(path, turns)
-        while len(path) <= len(turns):
-            street, rest = (path[-1], turns[len(path) - 1]), turns[len(path):]
-            if street in used or degree[street[0]] >= max_degree:
-                break
-            heads = near[street[0]]
-            if rest:
-                found = [follow(head, goal, rest, true, used, degree, max_degree, street) for head in heads]
-                best = max(found, key=len, default=[])
-            else:
-                best = [goal] if goal in heads else []
-            if len(best) < min(2, 1 + len(rest)):
-                break
-            take([street[0], best[0]], [street[1]])
-            take(best, rest)
-            path = path + best
-        n_failed += len(path) <= len(turns)
-    return used, n_failed
-
-
-def sampled_walks(model, task, n: int, batch_size: int, rng) -> list[tuple]:
-    """Sample n walks between held-out pairs. Returns (start, goal, turns) of those that end."""
-    walks = []
-    for first in range(0, n, batch_size):
-        chosen = rng.integers(len(task.held_out_pairs), size=min(batch_size, n - first))
-        pairs = [task.held_out_pairs[i] for i in chosen]
-        prompts = [[task.first_node + start, task.first_node + goal] for start, goal in pairs]
-        paths = generate(model, prompts, task.steps + 1, eos_id=task.end, seed=first)
-        walks += [(*pair, path[:-1]) for pair, path in zip(pairs, paths)
-                  if path[-1] == task.end and len(path) > 1 and max(path[:-1]) < task.first_node]
-    return walks
-
-
-def plot(maps: dict):
-    """Draw a panel per run. maps: {name: (positions, existing streets, invented streets)}."""
-    from matplotlib.collections import LineCollection
-    figure, all_axes = figures.new_figure('City map reconstructed from walks (invented streets in red)', len(maps),
-                                          (5, 5.5), columns=3)
-    for axes, (name, (positions, true, invented)) in zip(all_axes, maps.items()):
-        axes.set_axis_off()
-        for streets, style in ((true, {'color': '0.3', 'linewidth': 0.8}), (invented, {'color': 'C3', 'linewidth': 1})):
-            axes.add_collection(LineCollection([positions[[a, b]] for a, b in streets], **style))
-        axes.autoscale()
-        axes.set_aspect('equal')
-        axes.set_title(f'{name}\n{len(true)} existing streets, {len(invented)} invented')
-    return figure
-
-
-def measure(run, s: Settings) -> tuple[dict, tuple]:
-    """Return a run's CSV row, and its map for `plot`."""
-    model, data = figures.load(run, s)
+def measure(folder: str, s: Settings) -> dict:
+    """Return a run's row of the CSV."""
+    model, data, _ = figures.load(folder, s)
     task = getattr(data, 'task', None)
     if not hasattr(task, 'held_out_pairs'):
-        raise UserError(f'{run} was trained on {data.folder}: expected a run on the data manhattan')
+        raise UserError(f'{folder} was trained on {data.folder}: expected a run on the data manhattan')
     pairs = task.held_out_pairs
-    for_paths, for_walks, for_prefixes = np.random.default_rng(0).spawn(3)  # the same for all models
+    for_paths, _, for_prefixes = np.random.default_rng(0).spawn(3)  # the same for all models
     paths = [path for i in range(0, len(pairs), s.batch_size)
              for path in paths_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_paths)]
     valid = [task.is_valid(start, goal, path) for (start, goal), path in zip(pairs, paths)]
-    walks = sampled_walks(model, task, s.n_walks, s.batch_size, for_walks)
-    true = {(node, turn): after for node, exits in enumerate(task.exits) for turn, after in exits}
-    positions = layout(task)
-    near = [[int(b) for b in (np.linalg.norm(positions - place, axis=1) <= s.distance).nonzero()[0]]
-            for place in positions]
-    used, n_failed = rebuild(walks, true, near, s.max_degree)
-    existing, invented = ([(a, b) for (a, turn), b in used.items() if (true.get((a, turn)) == b) == exists]
-                          for exists in (True, False))
     prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
-    row = {'run': run.folder, 'detours': float(np.mean(valid)),
-           'compression': compression(model, task, prefixes, s.batch_size),
-           'same_way': same_paths(model, task, prefixes, s.batch_size),
-           'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
-           'existing': len(existing), 'invented': len(invented), 'not_taken': len(true) - len(existing),
-           'walks': len(walks), 'walks_without_a_place': n_failed, 'pairs': len(pairs)}
-    return row, (positions, existing, invented)
+    return {'run': folder, 'detours': float(np.mean(valid)),
+            'compression': compression(model, task, prefixes, s.batch_size),
+            'same_way': same_paths(model, task, prefixes, s.batch_size),
+            'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
+            'pairs': len(pairs)}
 
 
-@figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
-    rows, maps = zip(*(measure(run, s) for run in runs))
+@figures.script(Settings, one_by_one=True)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
+    rows = pd.DataFrame([measure(folder, s) for folder in runs.folder])
     figures.show(rows)
-    return {'.csv': list(rows), '.png': plot(dict(zip(named(runs, s.labels).values(), maps)))}
+    return {'.csv': rows}
 
 
 if __name__ == '__main__':

@@ -11,16 +11,18 @@ NAME.csv, and differences to the first run's configuration to NAME.png: give nex
 from dataclasses import dataclass, replace
 from math import inf
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import curves_of, finished, spread
+from analysis.runs import finished
+from lm_architectures import train
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import DType, make_progress
 from lm_architectures.run.run_settings import check_windows
-from train import make_optimizer
+from lm_architectures.settings import make_settings
 
 
 @dataclass
@@ -84,53 +86,55 @@ def evaluate(model, probes, data: Data, train_settings, s: Settings, device) -> 
     return (sums / counts).tolist()
 
 
-def measure(run, s: Settings) -> list[float]:
+def measure(folder: str, s: Settings) -> list[float]:
     """Train probes on a run's states. Returns their validation nats at offsets 1, 2, ..."""
-    model, data = figures.load(run, s)
+    model, data, record = figures.load(folder, s)
     device = next(model.parameters()).device
-    rate = run.settings.learning_rate if s.learning_rate is None else s.learning_rate
-    t = replace(run.settings, optimizer='adamw', learning_rate=rate)  # Muon does not train output layers
+    t = make_settings(train.Settings, record['settings'], f'in {folder}/config.json')
+    rate = t.learning_rate if s.learning_rate is None else s.learning_rate
+    t = replace(t, optimizer='adamw', learning_rate=rate)  # Muon does not train output layers
     if not isinstance(data, Data):
         raise UserError(f'{data.folder} is a task and has no text: give --data=FOLDER')
     if s.offsets > t.block_size:
-        raise UserError(f'offsets is {s.offsets}: expected at most {t.block_size}, the training window of {run}')
+        raise UserError(f'offsets is {s.offsets}: expected at most {t.block_size}, the training window of {folder}')
     check_windows(data, t.block_size)
     model.requires_grad_(False)
     torch.manual_seed(t.seed)
     width = states(model, torch.zeros(1, 2, dtype=torch.int64, device=device), s).shape[-1]
     probes = torch.nn.ModuleList(torch.nn.Linear(width, data.n_ids, device=device) for _ in range(s.offsets))
-    optimizer, progress = make_optimizer(probes, t), make_progress()
+    optimizer, progress = train.make_optimizer(probes, t), make_progress()
     for step in range(s.steps):
         idx, targets = (x.to(device) for x in data.train_batch(step, t.batch_size, t.block_size, t.seed))
         train_step(model, probes, optimizer, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
                    t.grad_clip)
-        progress(f'{run}: step {step + 1}/{s.steps}')
+        progress(f'{folder}: step {step + 1}/{s.steps}')
     return evaluate(model, probes, data, t, s, device)
 
 
-def table(measured: dict[str, list[list[float]]]) -> list[dict]:
-    """Return CSV rows of {label: [nats by offset of each run]}, with differences to the first."""
-    rows = [{'label': label, 'offset': i} | spread(nats)
-            for label, runs in measured.items() for i, nats in enumerate(zip(*runs), 1)]
-    first = {row['offset']: row['mean'] for row in rows if row['label'] == rows[0]['label']}
-    return [row | {'difference': row['mean'] - first[row['offset']]} for row in rows]
+def table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Average rows (label, offset, nats) over seeds, with differences to the first label."""
+    rows = measured.groupby(['label', 'offset'], sort=False).nats.agg(
+        mean='mean', lowest='min', highest='max', seeds='size').reset_index()
+    first = rows[rows.label == rows.label[0]].set_index('offset')['mean']
+    return rows.assign(difference=rows['mean'] - rows.offset.map(first))
 
 
-def plot(rows: list[dict]):
+def plot(rows: pd.DataFrame):
     figure, (axes,) = figures.new_figure('Linear probes of later tokens')
     figures.draw(axes, rows, 'offset', 'difference', marker='o')
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
-    axes.set(xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows[0]["label"]}, nats')
+    axes.set(xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows.label[0]}, nats')
     axes.xaxis.get_major_locator().set_params(integer=True)
     figures.add_legend(figure, 'Mean over seeds')
     return figure
 
 
 @figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
-    measured = curves_of(runs, lambda own: [measure(run, s) for run in finished(own)], labels=s.labels)
-    rows = table(measured)
-    figures.show([row for row in rows if row['offset'] in (1, s.offsets)], 'label', 'offset', 'mean', 'difference')
+def main(runs: pd.DataFrame, s: Settings) -> dict:
+    rows = table(pd.DataFrame([
+        {'label': run.label, 'offset': offset, 'nats': nats}
+        for run in finished(runs).itertuples() for offset, nats in enumerate(measure(run.folder, s), 1)]))
+    figures.show(rows[rows.offset.isin((1, s.offsets))], 'label', 'offset', 'mean', 'difference')
     return {'.csv': rows, '.png': plot(rows)}
 
 

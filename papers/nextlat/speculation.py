@@ -1,9 +1,9 @@
 """Speculative decoding by draft length and kind of text (NextLat paper, figures and table).
 
-    python -m papers.nextlat.speculation RUN [RUN ...]                    prompts from the run's own data
-    python -m papers.nextlat.speculation RUN RUN --data=FOLDER,FOLDER     or from other data
-    python -m papers.nextlat.speculation RUN --draft=SMALL                another run drafts
-    torchrun --nproc_per_node=8 -m papers.nextlat.speculation RUN         each GPU decodes some prompts
+    python -m papers.nextlat.speculation RUN RUN ...                    prompts from the run's data
+    python -m papers.nextlat.speculation RUN --data=FOLDER,FOLDER       or from other data
+    python -m papers.nextlat.speculation RUN --draft=SMALL              another run drafts
+    torchrun --nproc_per_node=8 -m papers.nextlat.speculation RUN       on eight GPUs
 
 The paper has 1024 prompts of 512 tokens and 512 new ones, like the defaults. Here, prompts are the
 starts of validation documents, and no text ends early. On each batch of prompts, plain decoding and
@@ -24,8 +24,9 @@ from itertools import accumulate
 from math import inf
 from pathlib import Path
 
+import pandas as pd
+
 from analysis import figures
-from analysis.runs import group_by, long_documents, named
 from lm_architectures.decode.generation import generate
 from lm_architectures.decode.speculation import DraftLen, longest_draft, speculative_generate
 from lm_architectures.files import UserError
@@ -34,8 +35,6 @@ from lm_architectures.machine.parallel import all_gather, rank, world
 from lm_architectures.run.folders import load_run, run_data
 from lm_architectures.run.load import load_draft
 from lm_architectures.settings import check_ranges
-
-SIDE = operator.itemgetter('run', 'data')  # of a row: the curve it belongs to
 
 
 @dataclass
@@ -73,7 +72,7 @@ def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int
     if T + s.new_tokens > block_size:
         raise UserError(f'{T} prompt tokens and {s.new_tokens} new ones do not fit the context of {block_size} tokens '
                         'that the run was trained on: lower prompt_tokens or new_tokens')
-    documents = long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
+    documents = figures.long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
     return [document.tolist() for document in documents]
 
 
@@ -114,55 +113,54 @@ def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int 
 
 # ---- results ----
 
-def summary(rows: list[dict], names: dict[str, str]) -> list[dict]:
-    """Return the rows of NAME.md, per run and data folder, from those of NAME.csv.
-
-    names: {run folder: label}.
-    """
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of NAME.md, per run and data folder, from those of NAME.csv."""
     found = []
-    for (run, data), own in group_by(rows, SIDE).items():
-        fixed = [row for row in own if row['draft_len'] != 'auto']
-        best = max([row for row in fixed if row['draft_len'] > 1] or fixed or own, key=lambda row: row['speedup'])
-        auto = [f'{row["speedup"]:.2f}' for row in own if row['draft_len'] == 'auto']
-        found.append({'run': names[run], 'data': data, 'speed-up': f'{best["speedup"]:.2f}',
-                      'accepted': f'{best["accepted"]:.2f}', 'length': best['draft_len'], 'auto': ''.join(auto)})
-    return found
+    for (label, data), own in rows.groupby(['label', 'data'], sort=False):
+        fixed = own[own.draft_len != 'auto']
+        best = next(some for some in (fixed[fixed.draft_len != 1], fixed, own) if len(some))
+        best = best.loc[best.speedup.idxmax()]
+        auto = ''.join(f'{speedup:.2f}' for speedup in own.speedup[own.draft_len == 'auto'])
+        found.append({'run': label, 'data': data, 'speed-up': f'{best.speedup:.2f}',
+                      'accepted': f'{best.accepted:.2f}', 'length': best.draft_len, 'auto': auto})
+    return pd.DataFrame(found)
 
 
-def plot(rows: list[dict], names: dict[str, str]):
+def plot(rows: pd.DataFrame):
     """Draw speed-up and cumulative acceptance: a line per run and folder."""
     figure, (left, right) = figures.new_figure('Speculative decoding by draft length', 2, (6, 4))
-    for i, ((run, data), own) in enumerate(group_by(rows, SIDE).items()):
-        style = dict(color=f'C{i}', label=f'{names[run]}, {Path(data).name}', marker='o')
-        speedups = {row['draft_len']: row['speedup'] for row in own}
-        if 'auto' in speedups:
-            left.axhline(speedups.pop('auto'), color=f'C{i}', linestyle='--')
-        left.plot(list(speedups), list(speedups.values()), **style)
-        longest = max([row for row in own if row['draft_len'] != 'auto'] or own, key=len)
-        shares = [share for name, share in longest.items() if name.startswith('cumulative')]
-        right.plot(range(1, len(shares) + 1), shares, **style)
+    for i, ((label, data), own) in enumerate(rows.groupby(['label', 'data'], sort=False)):
+        style = dict(color=f'C{i}', label=f'{label}, {Path(data).name}', marker='o')
+        is_auto = own.draft_len == 'auto'
+        for speedup in own.speedup[is_auto]:
+            left.axhline(speedup, color=f'C{i}', linestyle='--')
+        left.plot([*own.draft_len[~is_auto]], own.speedup[~is_auto], **style)
+        shares = (own if is_auto.all() else own[~is_auto]).filter(like='cumulative_')
+        longest = shares.loc[shares.count(axis=1).idxmax()].dropna()
+        right.plot(range(1, len(longest) + 1), longest, **style)
     left.set(xlabel='draft length, tokens', ylabel='speed-up over plain decoding', title='dashed: automatic length')
     right.set(xlabel='position in the draft', ylabel='cumulative acceptance probability', ylim=(0, 1))
     figures.add_legend(figure, 'Run, data')
     return figure
 
 
-@figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
+@figures.script(Settings, one_by_one=True)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     init_distributed('gloo')
     device, rows = local_device(s.device), []
-    names = {run.folder: label for run, label in named(runs, s.labels).items()}
     dtype = decoding_dtype(s.dtype, device.type)
-    for run in runs:
+    for run in runs.itertuples():
         model, record = load_run(run.folder, device, dtype, s.code)
         draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
         for data in s.data or [record['settings']['data']]:
             prompts = read_prompts(record, data, s)
-            rows += [{'run': run.folder, 'data': data} | row for row in compare_lengths(model, draft, prompts, s)]
+            rows += [{'label': run.label, 'run': run.folder, 'data': data} | row
+                     for row in compare_lengths(model, draft, prompts, s)]
     if rank() > 0:
         return {}
+    rows = pd.DataFrame(rows)
     figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')
-    return {'.csv': rows, '.md': figures.markdown_table(summary(rows, names)) + '\n', '.png': plot(rows, names)}
+    return {'.csv': rows, '.md': figures.markdown(summary(rows)) + '\n', '.png': plot(rows)}
 
 
 if __name__ == '__main__':

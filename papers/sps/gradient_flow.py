@@ -20,12 +20,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf, log10
 
+import pandas as pd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import curves_of, finished, long_documents
+from analysis.runs import finished
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import DType, make_progress
 
@@ -153,9 +154,9 @@ def ratios(model, ids, positions, max_k, batch_size):
 
 # ---- over documents and runs ----
 
-def fitted(s: Settings, runs: list) -> Settings:
-    """Return the settings with block_size and max_k fitted to the runs' training windows."""
-    block = min(s.block_size, *(run.settings.block_size for run in runs))
+def fitted(s: Settings, window: int) -> Settings:
+    """Return the settings with block_size and max_k fitted to the runs' training window."""
+    block = min(s.block_size, window)
     filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
     print(f'the first {block} tokens of each document, k up to {filled.max_k}, positions from {block // 16} on')
     if block < shortest_document(filled) - 1:
@@ -187,43 +188,41 @@ def mean_ratios(model, documents, s: Settings):
     return total / len(documents)
 
 
-def measure(run, s: Settings):
+def measure(folder: str, s: Settings):
     """Return a run's mean r(p, k), (S, max_k + 1), and the number of documents."""
-    model, data = figures.load(run, s)
-    documents = long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED)
+    model, data, _ = figures.load(folder, s)
+    documents = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED)
     return mean_ratios(model, documents, s), len(documents)
 
 
-def table(runs: list, s: Settings) -> list[dict]:
-    """Return CSV rows of runs that differ only in the seed: means, and the settings."""
-    measured = [measure(run, s) for run in finished(runs)]
-    means = sum(mean for mean, _ in measured) / len(measured)
+def table(label: str, folders: list[str], s: Settings) -> list[dict]:
+    """Return rows of runs that differ only in the seed: means, and the settings."""
+    measured = [measure(folder, s) for folder in folders]
+    means, rows = sum(mean for mean, _ in measured) / len(measured), []
     used = {'runs': len(measured), 'documents': measured[0][1], **{name: getattr(s, name) for name in IN_CSV}}
-    rows = []
     for stream, mean in zip(STREAMS, means[:, 1:].tolist()):
         if not mean[0] < inf:
-            print(f'{runs[0]}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
+            print(f'{label}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
             continue
-        rows += [{'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend, **used, 'seed': SEED}
+        rows += [{'label': label, 'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend, **used, 'seed': SEED}
                  for k, (ratio, trend) in enumerate(zip(mean, log_trend(mean)), 1)]
     return rows
 
 
 def log_trend(ratios: list[float]) -> list:
-    """Smooth the logarithms up to the first ratio of 0 (no path that far back); then ''."""
+    """Smooth the logarithms up to the first ratio of 0 (no path that far back); then None."""
     end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
     trend = figures.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
-    return [10 ** y for y in trend] + [''] * (len(ratios) - end)
+    return [10 ** y for y in trend] + [None] * (len(ratios) - end)
 
 
-def plot(rows: list[dict]):
+def plot(rows: pd.DataFrame):
     figure, (axes,) = figures.new_figure('Gradient of later losses at a position')
-    shown = [row | {'label': f'{row["label"]}, {row["stream"]}'} for row in rows if row['smoothed'] != '']
     style_of = {f'{label}, {stream}': style | {'linestyle': line}
-                for label, style in figures.styles(row['label'] for row in rows).items()
-                for stream, line in zip(STREAMS, ('-', ':'))}
-    figures.draw(axes, shown, 'k', 'ratio', style_of, marker=None, linewidth=1.5)
-    figures.draw(axes, shown, 'k', 'smoothed', style_of, marker=None, alpha=0.4, linewidth=0.8, label=None)
+                for label, style in figures.styles(rows.label).items() for stream, line in zip(STREAMS, ('-', ':'))}
+    shown = rows.assign(label=rows.label + ', ' + rows.stream).dropna(subset='smoothed')
+    figures.draw(axes, shown, 'k', 'ratio', style_of=style_of, marker=None, linewidth=1.5)
+    figures.draw(axes, shown, 'k', 'smoothed', style_of=style_of, marker=None, alpha=0.4, linewidth=0.8, label=None)
     axes.set(xlabel='distance k from the position to the loss, tokens', yscale='log',
              ylabel='gradient norm / gradient norm at k = 0')
     figures.add_legend(figure, 'Faint: smoothed\nx: input stream\nrho: prediction stream')
@@ -231,10 +230,11 @@ def plot(rows: list[dict]):
 
 
 @figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
-    s = fitted(s, runs)
-    rows = figures.labeled(curves_of(runs, lambda own: table(own, s), labels=s.labels))
-    figures.show([row for row in rows if row['k'] in (1, 4, 16, 64, 256, s.max_k)], 'label', 'stream', 'k', 'ratio')
+def main(runs: pd.DataFrame, s: Settings) -> dict:
+    s = fitted(s, runs.block_size.min())
+    rows = pd.DataFrame(sum((table(label, [*own.folder], s) for label, own in finished(runs).groupby(
+        'label', sort=False)), []))
+    figures.show(rows[rows.k.isin((1, 4, 16, 64, 256, s.max_k))], 'label', 'stream', 'k', 'ratio')
     return {'.csv': rows, '.png': plot(rows)}
 
 

@@ -15,10 +15,11 @@ and NAME.csv; prints means, and ratios of the first run's extra nll to that of t
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 import torch
 
 from analysis import figures
-from analysis.runs import curves_of, finished, long_documents
+from analysis.runs import finished
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import DType, make_progress
 from lm_architectures.score.scoring import target_log_probs
@@ -68,35 +69,35 @@ def nll_by_position(model, windows, s: Settings):
     return -log_probabilities.sum(0).cpu().double()
 
 
-def measure(run, s: Settings):
+def measure(folder: str, s: Settings):
     """Return (nll of M, nll of M_omega, n_documents), nll (T,) float64 averaged over documents."""
-    model, data = figures.load(run, s)
+    model, data, _ = figures.load(folder, s)
     narrow = restricted(model, s.omega)
-    documents = np.stack(long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
+    documents = np.stack(figures.long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, whole, cut = make_progress(), 0, 0
     for start in range(0, len(documents), s.batch_size):
         windows = documents[start:start + s.batch_size]
         whole = whole + nll_by_position(model, windows, s)
         cut = cut + nll_by_position(narrow, windows, s)
-        progress(f'{run}: {start + len(windows)} of {len(documents)} documents')
+        progress(f'{folder}: {start + len(windows)} of {len(documents)} documents')
     return whole / len(documents), cut / len(documents), len(documents)
 
 
-def table(runs: list, s: Settings) -> list[dict]:
-    """Return CSV rows of runs that differ only in the seed: means, and the settings."""
-    *sums, documents = zip(*(measure(run, s) for run in finished(runs)))
+def table(label: str, folders: list[str], s: Settings) -> pd.DataFrame:
+    """Return rows of runs that differ only in the seed: means at each position, and the settings."""
+    *sums, documents = zip(*(measure(folder, s) for folder in folders))
     whole, cut = (sum(parts) / len(parts) for parts in sums)
     seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes
-    extra = (cut - whole)[seen:].tolist()
-    columns = zip(extra, figures.smoothed(extra, TREND), whole[seen:].tolist(), cut[seen:].tolist())
+    extra = (cut - whole)[seen:].numpy()
     used = {name: getattr(s, name) for name in ('omega', 'block_size', 'dtype', 'data')}
-    return [{'position': position, 'extra_nll': delta, 'smoothed': trend, 'nll': nll, 'restricted_nll': restricted_nll,
-             'runs': len(documents), 'documents': documents[0], **used}
-            for position, (delta, trend, nll, restricted_nll) in enumerate(columns, seen + 1)]
+    return pd.DataFrame({
+        'label': label, 'position': range(seen + 1, len(whole) + 1), 'extra_nll': extra,
+        'smoothed': figures.smoothed(extra, TREND), 'nll': whole[seen:], 'restricted_nll': cut[seen:],
+        'runs': len(documents), 'documents': documents[0], **used})
 
 
-def plot(rows: list[dict]):
-    title = f'Loss with only the last {rows[0]["omega"]} positions of the persistent state'
+def plot(rows: pd.DataFrame):
+    title = f'Loss with only the last {rows.omega[0]} positions of the persistent state'
     figure, (axes,) = figures.new_figure(title)
     figures.draw(axes, rows, 'position', 'extra_nll', marker=None, alpha=0.3, linewidth=0.8, label=None)
     figures.draw(axes, rows, 'position', 'smoothed', marker=None, linewidth=2)
@@ -106,20 +107,19 @@ def plot(rows: list[dict]):
 
 
 @figures.script(Settings)
-def main(runs: list, s: Settings) -> dict:
-    block, summary = min(s.block_size, *(run.settings.block_size for run in runs)), []
+def main(runs: pd.DataFrame, s: Settings) -> dict:
+    block = min(s.block_size, runs.block_size.min())
     print(f'the first {block} tokens of each document')
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     s = replace(s, block_size=block)
-    curves = curves_of(runs, lambda own: table(own, s), labels=s.labels)
-    for label, line in curves.items():
-        found = {'extra nll, mean': np.mean([row['extra_nll'] for row in line]), 'last': line[-1]['smoothed']}
-        first = summary[0] if summary else found
-        summary.append({'label': label, **found, 'documents': line[0]['documents'], **{
-            f'first / {key}': first[key] / value if value else None for key, value in found.items()}})
-    rows = figures.labeled(curves)
-    figures.show(summary)
+    rows = pd.concat([table(label, [*own.folder], s) for label, own in finished(runs).groupby(
+        'label', sort=False)], ignore_index=True)
+    summary = rows.groupby('label', sort=False).agg(**{
+        'extra nll, mean': ('extra_nll', 'mean'), 'last': ('smoothed', 'last'), 'documents': ('documents', 'first')})
+    for name in ('extra nll, mean', 'last'):
+        summary[f'first / {name}'] = (summary[name].iloc[0] / summary[name]).where(summary[name] != 0)
+    figures.show(summary.reset_index())
     return {'.csv': rows, '.png': plot(rows)}
 
 

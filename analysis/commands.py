@@ -8,8 +8,8 @@
     python -m analysis match RUN RUN ...                  tokens to reach the other's loss
 
 --y=accuracy: another logged value instead of the loss, or a score of eval.py, such as
---y='piqa acc_norm'. Of several, separated by commas, the mean. Writes NAME.csv and NAME.png
-(`final` also NAME.md), by default beside the first run. Intervals are 95% by Student's t.
+--y='piqa acc_norm'. A+B: the mean of both. Writes NAME.csv and NAME.png (`final` also NAME.md), by
+default beside the first run. Intervals are 95% by Student's t.
 """
 import math
 import os
@@ -39,7 +39,7 @@ SHARES = 'accuracy', 'solved', 'valid', 'next_token'  # scores of tasks from 0 t
 
 @dataclass
 class Settings(figures.Settings):
-    y: tuple[str, ...] = ('val',)  # logged values or scores of eval.py: their mean; curves: NAME* for a curve each
+    y: tuple[str, ...] = ('val',)  # logged values or, for final, scores of eval.py; A+B: a mean; curves: A,B or NAME*
     minus: str | None = None  # curves, final: label whose runs are subtracted from all others, seed by seed
     x: str | None = None  # final: a setting, or `parameters`, on the x axis
     paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # final: add the scores and rows of this paper's table
@@ -60,16 +60,17 @@ def crossing(points: pd.DataFrame, first: pd.DataFrame, axis: str) -> float | No
 
 
 def logged(runs: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
-    """Return `read_logs` with a column `y`, and for each value of a pattern NAME* its own label."""
-    log = read_logs(runs)
-    found = {name: [column for column in log.select_dtypes('number') if column == name or
-                    name.endswith('*') and column.startswith(name[:-1])] for name in names}
-    if missing := [name for name, columns in found.items() if not columns]:
-        raise UserError(f'{" ".join(runs.folder)}: no {missing[0]} was logged')
-    columns = sum(found.values(), [])
-    if len(columns) > len(names):
-        return pd.concat([log.assign(y=log[column], label=log.label + f', {column}') for column in columns])
-    return log.assign(y=log[columns].mean(axis=1, skipna=False))
+    """Return `read_logs` with a column `y`. Of several values, each has a label of its own."""
+    log, values = read_logs(runs), {}
+    for name in names:
+        found = ({column: [column] for column in log.select_dtypes('number') if column.startswith(name[:-1])}
+                 if name.endswith('*') else {name: name.split('+')})
+        if not found or not {*sum(found.values(), [])} <= {*log}:
+            raise UserError(f'{" ".join(runs.folder)}: no {name} was logged')
+        values |= found
+    return pd.concat([log.assign(y=log[columns].mean(axis=1, skipna=False),
+                                 label=log.label + (f', {name}' if len(values) > 1 else ''))
+                      for name, columns in values.items()])
 
 
 def curves(runs: pd.DataFrame, s: Settings) -> dict:
@@ -100,7 +101,8 @@ def curves(runs: pd.DataFrame, s: Settings) -> dict:
 
 
 def title(s: Settings) -> str:
-    return ', '.join(s.y).replace('val', 'validation loss, nats per token') + (f', minus {s.minus}' if s.minus else '')
+    what = 'validation loss, nats per token' if s.y == ('val',) else ', '.join(s.y)
+    return what + (f', minus {s.minus}' if s.minus else '')
 
 
 def set_axes(axes, points: pd.DataFrame, xlabel: str) -> None:
@@ -197,10 +199,10 @@ def of_size(runs: pd.DataFrame) -> set[str]:
     return {*text.columns[shared]} - {'model', 'seed'}
 
 
-def with_values(runs: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
-    """Return the finished runs with a column `y`: the mean of their last values or scores."""
-    runs = finished(runs)
-    if names == ('val',):
+def with_values(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return the finished runs with a column `y`: the last logged value or score, or a mean A+B."""
+    runs, names = finished(runs), name.split('+')
+    if name == 'val':
         return runs.assign(y=runs.loss)
 
     def last(run):
@@ -237,10 +239,12 @@ def formatted(rows: pd.DataFrame, what: str = 'loss') -> str:
 
 
 def final(runs: pd.DataFrame, s: Settings) -> dict:
-    runs = with_values(runs, s.y)
+    if len(s.y) > 1:
+        raise UserError(f'y is {",".join(s.y)}: expected one value, or A+B for a mean')
+    runs = with_values(runs, s.y[0])
     if s.x:
         return over(runs, s)
-    rows, what = table(runs), ', '.join(s.y).replace('val', 'loss')
+    rows, what = table(runs), 'loss' if s.y == ('val',) else s.y[0]
     text, tables = formatted(rows, what), {'.csv': rows}
     if s.paper:
         tables['_paper.csv'] = beside = beside_paper(runs, s.paper)

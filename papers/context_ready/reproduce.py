@@ -2,7 +2,7 @@
 
     python -m papers.context_ready.reproduce                      all tables
     python -m papers.context_ready.reproduce 1 A9                 two tables
-    python -m papers.context_ready.reproduce pointer_d1 --run     run a row; a run that exists is resumed
+    python -m papers.context_ready.reproduce pointer_d1 --run     run a row, or resume it
 
 A row is a run in out/. In its name, d is Context-Ready and n the Roformer. "guess" names what the
 paper leaves open. papers/context_ready/README.md shows how to build the data.
@@ -129,8 +129,9 @@ ROWS = {  # run in out/: base in config/context_ready, settings of train.py
     'wiki_n6_c446_hffn': 'wiki --K=1 --variant=extra_ffn --n_layer=6'}
 
 LOSS = 'python eval.py {runs} --val'
-DEPTHS, CURVES, SCORES = (f'python -m analysis.{module} {{runs}} --out=out/table_{{table}}'
-                          for module in ('context_ready', 'loss_curves', 'scores'))
+DEPTHS = 'python -m papers.context_ready.unrolls {runs} --out=out/table_{table}'
+CURVES = 'python -m analysis curves {runs} --out=out/table_{table}'
+SCORES = CURVES + ' --y="accuracy*"'
 TABLES = {  # table: (its rows or patterns of rows, its commands after training, guesses)
     '1': ('owt_d5_c1120 owt_d6_c1024 owt_n6_c1088 owt_n12_c768 owt_n2_c1888'
           ' owt_n24_c1088 owt_n12_c1536 owt_d6_c2048 owt_n6_c2176', [LOSS, DEPTHS], ''),

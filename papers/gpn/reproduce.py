@@ -4,9 +4,9 @@
     python -m papers.gpn.reproduce table1 --run     run the commands of a table, or resume them
     python -m papers.gpn.reproduce --gpus=8         all, under torchrun
 
-papers/gpn/README.md shows how to get the tokenizer. `data` tokenizes FineWeb-Edu for the paper's tables.
-`ablations`, `small` and `recall` are ours. Each edit of `ablations` changes one equation of GPN.
-`small` is table 1 on a CPU. `recall` asks for a value some tokens after its key, 1.3 minutes a run.
+papers/gpn/README.md shows how to get the tokenizer. `data` tokenizes FineWeb-Edu for the paper's
+tables. `ablations` and `small` are ours. Each edit of `ablations` changes one equation of GPN.
+`small` is table 1 on a CPU.
 """
 from papers.commands import main, runs, train
 
@@ -20,23 +20,13 @@ SMALL = {'GPN+M': 'gpn_small.py', 'GPN+M, 2 layers': 'gpn_small.py --n_layer=2 -
          'GPN': 'gpn_small.py --n_head=0 --n_embd=304', 'Transformer': 'gpn/gpn_small_transformer.py',
          'Transformer, N(0, 0.06)': 'gpn/gpn_small_transformer.py --init=normal --init_std=0.06',
          'Gated DeltaNet': 'gdn_small.py'}  # label: config and settings
-DISTANCES = '8-16-32-64', '12-24-48', '64-128-256,length=512'  # trained, then new ones
-
-
-def recall(seed: int) -> list[str]:
-    state = f'python -m papers.gpn.state out/recall_{seed} --batches=4 --batch_size=64'
-    return [train('gpn/recall_small', f'--seed={seed}', f'recall_{seed}'),
-            train('gpn/recall_small_transformer', f'--seed={seed}', f'recall_std_{seed}'),
-            *(f'{state} --data=recall:distances={d},val_rows=256 --out=out/recall_state_{seed}_{i}'
-              for i, d in enumerate(DISTANCES))]
-
 
 TABLES = {
     'data': ['python prepare_fineweb.py --config=sample-10BT --tokenizer=tokenizer.model --bos --shuffle=200_000'
              ' --max_tokens=2.8e9 --out_dir=data/built/fineweb_edu_llama2'],  # bos and eos around each document
     'table1': [*(train(f'gpn/{name}') for name in ROWS), f'python eval.py {runs(*ROWS)} --val --paper=gpn',
                f'python eval.py {runs(*ROWS)} --paper=gpn --bos=False',
-               f'python -m analysis.tables {runs(*ROWS)} --paper=gpn --out=out/table_1'],
+               f'python -m analysis final {runs(*ROWS)} --paper=gpn --out=out/table_1'],
     # The paper tests a bias without memory only.
     'section7.2': [command for name, bias in BIASES for command in (
         train(f'gpn/{name}', f'--decoder_bias={bias}', f'{name}_{bias}'),
@@ -46,10 +36,7 @@ TABLES = {
     'ablations': [f'python -m analysis.compare --seeds=3 --out_dir=out/gpn_ablations "GPN: {ABLATION}" '
                   + ' '.join(f'"{label}: {ABLATION} --model=gpn_{edit}"' for label, edit in EDITS.items())],
     'small': ['python -m analysis.compare --seeds=3 --out_dir=out/table_1_small '
-              + ' '.join(f'"{label}: config/{arguments}"' for label, arguments in SMALL.items())],
-    'recall': [*(command for seed in (1337, 1, 2) for command in recall(seed)),
-               *(f'python eval.py out/recall_std_1337 --val --data=recall:distances={d},val_rows=256'
-                 for d in DISTANCES[1:])]}
+              + ' '.join(f'"{label}: config/{arguments}"' for label, arguments in SMALL.items())]}
 
 if __name__ == '__main__':
     main(__doc__, TABLES)

@@ -19,6 +19,10 @@ DOMAINS = 'data/built/domains'
 PREPARE = f'--val_fraction=0.9 --max_tokens=1e7 --out_dir={DOMAINS}'
 STORIES = 'TinyStoriesV2-GPT4-train.txt'
 MARK = "--split_at='<|endoftext|>'"
+SCORE_OF = {'countdown': 'solved', 'manhattan': 'valid', 'tinystories': 'val', 'path_star': 'accuracy',
+            'path_star_g2_10': 'accuracy'}  # the logged score of a task
+COSTS = {f'{name}, d = {d}': f'nextlat_d1.py {OBJECTIVES[name]} --horizon={d}' for d in (1, 2, 8) for name in MULTI}
+STEP = '--micro_batch_size=32'  # 33K tokens a step
 
 
 def trained(chosen: dict[str, tuple]) -> list[str]:
@@ -72,10 +76,10 @@ TABLES = {
     # 100B tokens of FineWeb-Edu each. The tables have the paper's rows too.
     'language': ['python prepare_fineweb.py --max_tokens=101e9 --out_dir=data/built/fineweb_edu', *trained(LANGUAGE),
                  f'python eval.py {runs(*LANGUAGE)} --val --paper=nextlat',
-                 f'python -m analysis.tables {runs(*LANGUAGE)} --paper=nextlat --out=out/tables'],
+                 f'python -m analysis final {runs(*LANGUAGE)} --paper=nextlat --out=out/tables'],
     # AdamW and Muon: Smooth L1, KL and the acceptance rate
-    'curves': [*trained(CURVES), f'python -m analysis.scores {runs(*CURVES)}'
-               ' --scores=val_next_hidden,val_kl,acceptance --out=out/curves'],
+    'curves': [*trained(CURVES), f'python -m analysis curves {runs(*CURVES)}'
+               ' --y=val_next_hidden,val_kl,acceptance --out=out/curves'],
     # speculative decoding, after `language`: the figures, then the table
     'drafts': [f'python -m papers.nextlat.speculation {runs(*DRAFTS)} --out=out/speculative',
                f'python prepare_fineweb.py wikimedia/wikipedia --config=20231101.en --shuffle=200_000'
@@ -86,43 +90,43 @@ TABLES = {
                f'python prepare_fineweb.py open-web-math/open-web-math --id_field=url --shuffle=20_000 {PREPARE}/math',
                f'python -m papers.nextlat.speculation {runs(*DRAFTS)} --out=out/domains'
                f' --data={",".join(f"{DOMAINS}/{name}" for name in ("wikipedia", "books", "code", "math"))}'],
-    'costs': ['python -m bench.train_step objectives --batch_size=32'],  # 33K tokens per step
+    'costs': [f'python -m bench.speed train "GPT: config/nextlat/fineweb_ntp.py {STEP}"'
+              f' "{name}: config/nextlat/fineweb_{config} {STEP}"' for name, config in (COSTS | {'bst': 'bst.py'}).items()],
     # TinyStories with a vocabulary of 1,000
     'stories_data': [f'hf download roneneldan/TinyStories {STORIES} --repo-type=dataset --local-dir=.',
-                     f'python -m lm_architectures.data.text.train_tokenizer {STORIES} {MARK} --vocab_size=1000 --out=tinystories.json',
+                     f'python -m lm_architectures.data.text.train_tokenizer {STORIES} {MARK} --vocab_size=1000'
+                     ' --out=tinystories.json',
                      f'python prepare_fineweb.py {STORIES} {MARK} --tokenizer=tinystories.json'
                      ' --out_dir=data/built/tinystories'],
     # lambda_mtp: give the best value for a task to its MTP and JTP runs below
     'sweep': [command for task, of_task in SWEEPS.items() for command in (
-        *trained(of_task), f'python -m analysis.scores {runs(*of_task)} --scores=accuracy,solved,next_token,val'
+        *trained(of_task), f'python -m analysis final {runs(*of_task)} --x=lambda_mtp --y={SCORE_OF[task]}'
                            f' --out=out/sweep_{task}')],
     # the bars are on 2,000 held-out graphs, eval.py's accuracy on 20,000
     'path_star': [*(command for of_graph in STARS.values() for command in trained(of_graph)),
-                  f'python -m analysis.scores {runs(*STARS["g2_10"])} --out=out/over_steps',
-                  f'python -m analysis.scores {runs(*ALL_STARS)} --bars --out=out/star',
+                  f'python -m analysis curves {runs(*STARS["g2_10"])} --y=accuracy --out=out/over_steps',
+                  f'python -m analysis final {runs(*ALL_STARS)} --x=data --y=accuracy --out=out/star',
                   'python eval.py out/star_g2_10_nextlat_0 --val --data=path_star:degree=2,length=10,nodes=100'],
     # trained on words of 12, GPT also on 36; tested on words of 36
-    'a5': [*trained(A5), f'python eval.py {runs(*A5)} --val --data=a5:length=36',
-           f'python -m analysis.a5 {runs(*A5)} --length=36 --words=100_000 --out=out/a5_lengths'],
+    'a5': [*trained(A5), f'python eval.py {runs(*A5)} --val --data=a5:length=36,val_rows=100_000'],
     'countdown': [*trained(COUNTDOWN), f'python eval.py {runs(*COUNTDOWN)} --val --data=countdown',  # 10,000 problems
-                  f'python -m analysis.scores {runs(*COUNTDOWN)} --bars --out=out/countdown'],  # 1,000
+                  f'python -m analysis final {runs(*COUNTDOWN)} --y=solved --out=out/countdown'],  # 1,000
     # probes of tokens 1 to 20 ahead
     'tinystories': [*trained(STORY_RUNS), f'python -m papers.nextlat.probes {runs(*STORY_RUNS)} --out=out/probes'],
     # after `tinystories`
     'ablations': [command for d, of_d in ABLATIONS.items() for command in (
         *trained(of_d), f'python -m papers.nextlat.probes {runs("stories_ntp", *of_d)} --out=out/ablation_probes_{d}',
-        f'python -m analysis.scores {runs(*of_d)} --scores=val_kl,val_next_hidden --out=out/ablation_parts_{d}')],
+        f'python -m analysis curves {runs(*of_d)} --y=val_kl,val_next_hidden --out=out/ablation_parts_{d}')],
     'manhattan': [*trained(CITY), f'python eval.py {runs(*CITY)} --val',
                   f'python -m papers.nextlat.manhattan {runs(*CITY)} --out=out/manhattan'],
     'small': [*(command for of_task in SMALL.values() for command in trained(of_task)),
-              *(f'python -m analysis.scores {runs(*SMALL[task])} --out=out/small_{task}'
+              *(f'python -m analysis curves {runs(*SMALL[task])} --y={SCORE_OF[task]} --out=out/small_{task}'
                 for task in ('path_star', 'countdown')),
               f'python eval.py {runs(*SMALL["countdown"])} --val --data=countdown:largest=999',
-              f'python -m analysis.a5 {runs(*SMALL["a5"])} --length=12 --words=20_000 --out=out/small_a5',
+              f'python eval.py {runs(*SMALL["a5"])} --val --data=a5:length=12,val_rows=20_000',
               f'python -m papers.nextlat.probes {runs(*SMALL["tinystories"])} --steps=500'
               ' --eval_tokens=1e5 --out=out/tiny',
-              f'python -m papers.nextlat.manhattan {runs(*SMALL["manhattan"])} --n_walks=400 --distance=1.5'
-              ' --out=out/small_manhattan']}
+              f'python -m papers.nextlat.manhattan {runs(*SMALL["manhattan"])} --out=out/small_manhattan']}
 
 if __name__ == '__main__':
     main(__doc__, TABLES)

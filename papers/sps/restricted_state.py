@@ -84,7 +84,7 @@ def measure(folder: str, s: Settings):
 
 
 def table(label: str, folders: list[str], s: Settings) -> pd.DataFrame:
-    """Return rows of runs that differ only in the seed: means at each position, and the settings."""
+    """Return rows of runs that differ only in the seed: means by position, and the settings."""
     *sums, documents = zip(*(measure(folder, s) for folder in folders))
     whole, cut = (sum(parts) / len(parts) for parts in sums)
     seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes

@@ -1,5 +1,5 @@
 # Small path-star graphs G(2, 5), 20 nodes, for two cores: NextLat; baseline: --objective=ntp.
-# Losses and lambdas are the paper's; Muon at a high rate (bench/results/path_star_trials.csv)
+# Losses and lambdas are the paper's; Muon at a high rate (papers/nextlat/runs.csv)
 from config.nextlat.path_star_g2_10 import *
 
 data = 'path_star:degree=2,length=5,nodes=20,val_rows=1000'

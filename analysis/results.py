@@ -165,10 +165,7 @@ def tests() -> pd.DataFrame:
 # ---- figures ----
 
 def draw_gaps(folder: str, name: str, first: str) -> tuple:
-    """Draw losses minus that of `first`. Returns the figure and the numbers it shows, as text.
-
-    One model may lie far outside: it is off the scale.
-    """
+    """Return a figure of losses minus that of `first`, one far away off the scale, and its numbers."""
     found = compared(trial(folder, name), first=first).drop(first).sort_values('minus_mean', ascending=False)
     mean, low, high = (found[column] for column in ('minus_mean', 'minus_low', 'minus_high'))
     *_, second, largest = sorted(np.maximum(low.abs(), high.abs()))
@@ -179,6 +176,7 @@ def draw_gaps(folder: str, name: str, first: str) -> tuple:
     for y, (x, end) in enumerate(zip(mean, high)):
         text, place = (f'{x:+.2f}', max(0, end)) if x < edge else (f'off the scale: {x:+.2f}', 0)
         axes.annotate(text, (place, y), (5, 0), textcoords='offset points', va='center')
+    axes.grid(False, axis='y')
     axes.set(xlabel=f"loss minus {first}'s, nats per byte (negative is better; 95% intervals)",
              xlim=(1.4 * low.min(), edge))
     return figure, ', '.join(f'{label} {gap_text(*row)}' for label, *row in zip(found.index, mean, low, high))

@@ -165,7 +165,7 @@ def tests() -> pd.DataFrame:
 # ---- figures ----
 
 def draw_gaps(folder: str, name: str, first: str) -> tuple:
-    """Return a figure of losses minus that of `first`, one far away off the scale, and its numbers."""
+    """Return a figure of losses minus that of `first`, outliers off the scale, and its numbers."""
     found = compared(trial(folder, name), first=first).drop(first).sort_values('minus_mean', ascending=False)
     mean, low, high = (found[column] for column in ('minus_mean', 'minus_low', 'minus_high'))
     *_, second, largest = sorted(np.maximum(low.abs(), high.abs()))

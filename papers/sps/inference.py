@@ -2,7 +2,6 @@
 
     python -m papers.sps.inference         on a GPU: five scales, 16 sequences of 1024 + 3072 tokens
     python -m papers.sps.inference --scales=xs,s --batch=4 --new=128
-    python -m papers.sps.inference --toy
 
 The defaults on a GPU are the paper's protocol. Weights are random, in fp32 (as the paper's memory
 column implies) or bf16. On a GPU, matmuls and cache are in bf16 either way, and each method decodes
@@ -18,22 +17,27 @@ from typing import Literal
 
 import torch
 
-from bench import DEVICE, GPU, TOY_SHAPE, alternate, isolated, make_model, measure, over_standard, resident
+import bench
+from bench import DEVICE, GPU, alternate, isolated, measure, resident
 from lm_architectures.decode.generation import generate
 from lm_architectures.files import ROOT
+from lm_architectures.run.models import model_file
 from lm_architectures.settings import check_ranges, read_config_file
 
-METHODS = 'standard', 'two_x_memory', 'delayed_state', 'sps'  # of table 2
+METHODS = {  # of table 2: (model file, Config values)
+    'standard': ('standard', {}),
+    'two_x_memory': ('sps', {'method': 'two_x_memory', 'window': None}),
+    'delayed_state': ('sps', {'method': 'delayed_state'}),
+    'sps': ('sps', {})}
 
 
 @dataclass
-class Settings:
+class Settings(bench.Settings):
     scales: tuple[str, ...] = ('xs', 's', 'm', 'l', 'xl') if GPU else ('xs',)  # sizes: config/standard_<scale>.py
     batch: int = 16 if GPU else 4  # number of sequences
     prompt: int = 1024 if GPU else 256  # prompt tokens per sequence
     new: int = 3072 if GPU else 128  # decoded tokens per sequence
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of the weights
-    toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
 
     def __post_init__(self):
         if self.toy:
@@ -41,11 +45,15 @@ class Settings:
         check_ranges(self, batch=1, prompt=1, new=1)
 
 
-def ready_model(name: str, scale: str, s: Settings):
-    """Return a method's model at a scale, ready for inference."""
-    values = TOY_SHAPE if s.toy else read_config_file(f'{ROOT}/config/standard_{scale}.py')
-    shape = {key: values[key] for key in TOY_SHAPE}
-    return make_model(name, **shape).eval().to(getattr(torch, s.dtype))
+def make_model(method: str, scale: str, s: Settings) -> torch.nn.Module:
+    """Return a model with random weights, ready for inference."""
+    shape = dict(n_layer=1, n_head=2, n_embd=32)
+    if not s.toy:
+        shape = {name: read_config_file(f'{ROOT}/config/standard_{scale}.py')[name] for name in shape}
+    torch.manual_seed(0)
+    name, values = METHODS[method]
+    file = model_file(name)
+    return file.Model(file.Config(**values, **shape)).to(DEVICE).eval().to(getattr(torch, s.dtype))
 
 
 def decode(model, n_new: int, s: Settings):
@@ -56,11 +64,11 @@ def decode(model, n_new: int, s: Settings):
     return cache
 
 
-def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
+def memory(method: str, scale: str, s: Settings) -> dict[str, int]:
     """Return {'held', 'peak', 'cache'} in bytes for one generation. Call it in a new process."""
     torch.zeros(1, device=DEVICE)
     before = resident()['held']
-    model = ready_model(name, scale, s)
+    model = make_model(method, scale, s)
     if GPU:  # reset the peak
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -69,32 +77,32 @@ def memory(name: str, scale: str, s: Settings) -> dict[str, int]:
     return {what: n - before for what, n in resident().items()} | {'cache': cache.nbytes}
 
 
-def speed(scale: str, s: Settings) -> Iterator[dict]:
-    """Yield rows of end-to-end and prefill throughput."""
-    models = {name: ready_model(name, scale, s) for name in METHODS}
-    for what, n_new in (('end to end', s.new), ('prefill', 1)):
-        sides = {name: lambda model=model, n_new=n_new: decode(model, n_new, s) for name, model in models.items()}
-        seconds = alternate(sides, 2, warmup=1)
-        n_tokens = s.batch * (n_new if what == 'end to end' else s.prompt)
-        yield {'scale': scale, 'dtype': s.dtype, 'what': f'throughput, {what}',
-               'standard tokens/s': round(n_tokens / seconds['standard'], 1),
-               **{name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}}
+def over_standard(values: dict[str, float]) -> dict[str, float]:
+    """Return the values of the other methods divided by Standard's."""
+    return {name: round(value / values['standard'], 3) for name, value in values.items() if name != 'standard'}
 
 
-def figures(**values) -> Iterator[dict]:
-    s = Settings(**values)
+def figures(s: Settings) -> Iterator[dict]:
+    """Yield rows of end-to-end and prefill throughput, then of memory, for each scale."""
     for scale in s.scales:
-        yield from speed(scale, s)
-        used = {name: memory(name, scale, s) if s.toy else isolated(memory, name, scale, s) for name in METHODS}
+        models = {method: make_model(method, scale, s) for method in METHODS}
+        for what, n_new, n_tokens in (('end to end', s.new, s.new), ('prefill', 1, s.prompt)):
+            seconds = alternate({method: lambda model=model, n_new=n_new: decode(model, n_new, s)
+                                 for method, model in models.items()}, rounds=2, warmup=1)
+            yield {'scale': scale, 'dtype': s.dtype, 'what': f'throughput, {what}',
+                   'standard tokens/s': round(s.batch * n_tokens / seconds['standard'], 1),
+                   **{name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}}
+        del models
+        used = {method: memory(method, scale, s) if s.toy else isolated(memory, method, scale, s) for method in METHODS}
         for what in ('held', 'peak', 'cache'):
-            n_bytes = {name: of_method[what] for name, of_method in used.items()}
+            n_bytes = {method: values[what] for method, values in used.items()}
             n_bytes['standard'] = max(1, n_bytes['standard'])  # may be 0 at toy size
             yield {'scale': scale, 'dtype': s.dtype, 'what': f'memory, {what}',
                    'standard MiB': round(n_bytes['standard'] / 2 ** 20, 1), **over_standard(n_bytes)}
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, inference=figures)
+    measure(argv, Settings, figures, 'inference')
 
 
 if __name__ == '__main__':

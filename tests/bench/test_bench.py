@@ -1,38 +1,76 @@
-"""Every benchmark runs at toy size; bench/gpu.py stops its steps in time and logs them."""
-import contextlib
-import fcntl
-import importlib.util
+"""Every measurement runs at toy size, and sides that compute the same have the same loss."""
 import json
 import re
-import sys
-import time
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_sentence, run
+from conftest import ROOT, assert_sentence, run, succeeded
 
 import bench
 import model_standard
 from analysis import figures
-from bench import gpu
+from bench import speed
 from lm_architectures.run.models import count_parameters
 
-pytestmark = pytest.mark.slow
-
 RESULTS = ROOT / 'bench/results'
-TOYS = re.findall(r'python -m bench\.(\w+)', bench.__doc__)
+PROGRAMS = ['papers.sps.inference'], ['papers.context_ready.generation'], *(
+    ['bench.speed', kind, *sides] for kind in ('train', 'decode', 'prefill') for sides in (
+        ['ours: --mask_documents=False', 'Llama: hf --mask_documents=False', 'SPS: config/sps_s.py'],
+        ['NextLat: config/nextlat_small.py', 'MTP: config/nextlat_small.py --model=mtp', 'BST: --model=bst',
+         'Context-Ready: config/context_ready_small.py', 'GPN: config/gpn_small.py', 'GDN: config/gdn_small.py']))
 
 
-@pytest.mark.parametrize('args', [
-    *([name] for name in TOYS if name != 'gpu'), ['train_step', 'objectives'], ['profile', 'l']], ids=' '.join)
-def test_benchmarks_run_at_toy_size_without_writing_results(args):
-    mistyped = run('-m', f'bench.{args[0]}', *args[1:], '--toy', '--typo')
+@pytest.mark.slow
+@pytest.mark.parametrize('args', PROGRAMS, ids=' '.join)
+def test_measurements_run_at_toy_size_without_writing_results(args):
+    mistyped = run('-m', *args, '--toy', '--typo')
     assert_sentence(mistyped, 'typo')
     assert not mistyped.stdout
     before = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
-    result = run('-m', f'bench.{args[0]}', *args[1:], '--toy')
-    assert result.returncode == 0 and result.stdout.strip(), result.stderr
+    result = succeeded(run('-m', *args, '--toy'))
+    assert result.stdout.count('\n') >= len(args) - 2
     assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_sides_that_compute_the_same_have_the_same_loss():
+    same = '--mask_documents=False --data=absent/data --dtype=float32'
+    printed = succeeded(run('-m', 'bench.speed', 'train', f'ours: {same}', f'Llama: hf {same}', '--toy')).stdout
+    ours, theirs = map(float, re.findall(r'  loss (\S+)', printed))
+    assert abs(ours - theirs) < 2e-4
+
+
+@pytest.mark.slow
+def test_peak_memory_of_a_training_step_holds_weights_gradients_and_moments():
+    text = '--data=absent/data --dtype=float32 --n_layer=1 --n_head=2 --n_embd=256 --block_size=16 --micro_batch_size=1'
+    peak = bench.isolated(speed.peak_memory, 'train', text, speed.Settings())
+    n_parameters = count_parameters(speed.make_model(text, toy=False)[0])
+    assert 16 * n_parameters < peak < 24 * n_parameters
+
+
+@pytest.mark.parametrize('args, parts', [
+    ([], ['"NAME: ARGUMENTS OF train.py"']),
+    (['train', 'config/sps_s.py'], ['a name of its own', 'got train config/sps_s.py']),
+    (['train', 'a: config/sps_s.py', 'a: config/sps_m.py'], ['a name of its own']),
+    (['decode', 'a: hf config/sps_s.py', '--toy'], ['hf is a Llama']),
+    (['decode', 'a: --threads=2', '--toy'], ['OMP_NUM_THREADS']),
+    (['decode', 'a: --n_layers=2'], ["unknown setting 'n_layers'"])], ids=str)
+def test_wrong_sides_get_a_sentence(args, parts):
+    assert_sentence(run('-m', 'bench.speed', *args), *parts)
+
+
+def test_an_interrupted_measurement_keeps_its_rows(tmp_path, monkeypatch):
+    def rows(s):
+        yield {'a': 1}
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, 'RESULTS', tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure([], bench.Settings, rows, 'x')
+    kept, = map(Path, tmp_path.iterdir())
+    found = json.loads(kept.read_text())
+    assert kept.name.endswith('.partial.json') and found['rows'] == [{'a': 1}]
+    assert found['command'].startswith('python ') and found['commit'] and 'torch' in found['versions']
 
 
 def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():
@@ -43,47 +81,3 @@ def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():
         weights, keys = count_parameters(model), 16 * 4096 * 2 * shape['n_layer'] * shape['n_embd']
         streams = 2 if row['method'] == 'two_x_memory' else 1
         assert abs((4 * weights + 2 * streams * keys) / (4 * weights + 2 * keys) - float(row['peak memory'])) < 0.03
-
-
-def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, monkeypatch):
-    def rows():
-        yield {'a': 1}
-        raise KeyboardInterrupt
-    monkeypatch.setattr(bench, 'RESULTS', tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        bench.write_results('x', rows())
-    kept, = tmp_path.iterdir()
-    found = json.loads(kept.read_text())
-    assert kept.name.endswith('.partial.json') and found['rows'] == [{'a': 1}]
-    assert found['command'].startswith('python -m bench.') and found['commit']
-
-
-# ---- bench/gpu.py ----
-
-LOCKED = ("import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
-          "print('locked', flush=True); time.sleep(600)")  # holds a lock until it ends
-
-
-def test_a_gpu_step_ends_all_its_processes_and_logs_their_output(tmp_path):
-    command = [sys.executable, '-c', LOCKED, str(tmp_path / 'lock')]
-    start_it = f"import subprocess; print(subprocess.Popen({command}, stdout=subprocess.PIPE).stdout.readline())"
-    with open(tmp_path / 'log', 'ab+', buffering=0) as log:
-        assert gpu.run_step(['-c', start_it], 300, log) == ("b'locked\\n'\n", 'done')
-        assert gpu.run_step(['-c', 'import time; time.sleep(600)'], 1, log)[1] == 'out of time'
-        assert gpu.run_step(['-c', 'print(1); raise SystemExit(3)'], 300, log) == ('1\n', 'exit status 3')
-        _, status = gpu.run_step(['-c', "print('its equations run step by step')"], 300, log)
-    assert status == "fell back: 'run step by step'"
-    text = (tmp_path / 'log').read_text()
-    assert text.startswith("b'locked") and text.endswith('\n1\nits equations run step by step\n')
-    with open(tmp_path / 'lock', 'w') as lock:
-        for _ in range(100):  # a killed process closes its files with a delay
-            with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            time.sleep(0.1)
-    raise AssertionError('a process started by the step is still running')
-
-
-def test_gpu_steps_exist_and_fit_in_two_calls():
-    for _, (first, *rest) in gpu.STEPS.values():
-        assert importlib.util.find_spec(rest[0]) if first == '-m' else (ROOT / first).exists(), first
-    assert sum(seconds for seconds, _ in gpu.STEPS.values()) <= 2 * gpu.LIMIT < 1200

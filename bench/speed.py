@@ -1,0 +1,171 @@
+"""Speed and memory of any models, side by side: training steps, decoding or prefill.
+
+    python -m bench.speed train "Standard: config/standard_s.py" "SPS: config/sps_s.py" --out=step_s
+    python -m bench.speed train "fast: config/gpn_small.py" "loop: config/gpn_small.py --scan=loop"
+    python -m bench.speed decode "ours: config/standard_xs.py" "Llama: hf config/standard_xs.py"
+
+A side is `NAME: ARGUMENTS OF train.py`, with random weights and tokens. The data need not exist.
+`hf` before the arguments takes Llama of transformers, with the same weights.
+
+train: one micro-batch and its optimizer step, as in train.py, on documents of about 1,000 tokens.
+Llama does not keep documents apart: give both sides --mask_documents=False. `loss` is that of the
+first step, equal for sides that compute the same. MFU is defined as in train.py's log.
+decode: greedy, with the prefill. On a GPU, it includes the capture of a CUDA graph: decode many
+tokens (--new=512). prefill: the time until the first new token.
+
+The sides take turns in one process. Times are medians after a warm-up, ratios are to the first
+side, and peak memory is what one process per side adds to what it held before the model.
+"""
+import itertools
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+import bench
+from bench import DEVICE, GPU, alternate, isolated, measure, resident
+from lm_architectures import train
+from lm_architectures.data import MissingData, open_data
+from lm_architectures.decode.generation import generate
+from lm_architectures.files import UserError
+from lm_architectures.hf.families import to_family
+from lm_architectures.machine.devices import DType, decoding_dtype, start_processes
+from lm_architectures.run import run_settings
+from lm_architectures.run.missing_data import assumed_data
+from lm_architectures.run.models import count_parameters
+from lm_architectures.settings import check_ranges
+
+TOY = '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--micro_batch_size=2'
+
+
+@dataclass
+class Settings(bench.Settings):
+    prompt: int = 256  # decode: prompt tokens of each sequence
+    new: int = 64  # decode: new tokens of each sequence
+    batch: int = 1  # decode: sequences
+    dtype: DType = 'auto'  # decode: of the weights; auto: bf16 on a GPU, else fp32. For training, give it to the sides
+    rounds: int = 5  # turns of each side, after a warm-up
+    memory: bool = True  # measure peak memory; without a GPU, on Linux only
+    out: str | None = None  # name of the results in bench/results; None: only print
+
+    def __post_init__(self):
+        if self.toy:
+            self.prompt, self.new, self.rounds, self.memory = 8, 4, 1, False
+        check_ranges(self, prompt=1, new=1, batch=1, rounds=1)
+
+
+class Llama(torch.nn.Module):
+    """Llama of transformers with the weights of a Standard model, called like our models."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.config, self.flops_per_token = model.config, model.flops_per_token
+        self.llama = to_family(model.config, model.state_dict(), model.config.vocab_size)
+
+    def forward(self, idx, targets):
+        loss = self.llama(input_ids=idx, labels=idx, shift_labels=targets).loss
+        return {'loss': loss, 'nll': loss.detach()}
+
+
+# ---- a side ----
+
+def make_model(text: str, toy: bool) -> tuple:
+    """Return (model, settings of train.py, machine) of a side."""
+    arguments = shlex.split(text)
+    is_hf = arguments[0] == 'hf'
+    s, given, _ = run_settings.read_settings(train.Settings, [*arguments[is_hf:], *(TOY if toy else ())])
+    if s.device != 'auto' or s.threads:
+        raise UserError('the sides share a process: instead of --device and --threads, set CUDA_VISIBLE_DEVICES and '
+                        'OMP_NUM_THREADS')
+    try:
+        data = open_data(s.data)
+    except MissingData:
+        data = assumed_data(s, None)
+    s.batch_size, machine = s.micro_batch_size, start_processes(s)
+    with redirect_stdout(None):
+        model = train.make_model(s, run_settings.model_config(s, given, data, None), data, machine)
+    torch.manual_seed(0)  # the tokens that are drawn next are the same for all sides
+    if is_hf and (s.model != 'standard' or model.config.window is not None or model.config.qkv_bias
+                  or model.config.qk_norm):
+        raise UserError('hf is a Llama: expected model = standard without window, qkv_bias and qk_norm')
+    return Llama(model).to(machine.device) if is_hf else model, s, machine
+
+
+def training(text: str, s: Settings) -> tuple:
+    """Return (facts, function to time, its tokens, its seconds at the peak FLOP/s or None)."""
+    model, s, machine = make_model(text, s.toy)
+    c, steps, skips = model.config, itertools.count(), torch.zeros(3, device=machine.device)
+    idx, targets = torch.randint(0, c.n_ids, (2, s.batch_size, s.block_size))
+    if c.eos_id is not None:
+        idx[torch.rand(idx.shape) < 1 / 1000] = c.eos_id
+    data = SimpleNamespace(train_batch=lambda *_: (idx, targets))
+    compiled, optimizer = machine.compiled(model.train(), s.compile), train.make_optimizer(model, s)
+
+    def step():
+        return train.train_step(model, compiled, optimizer, data, s, next(steps), machine, skips)['loss']
+    facts = {'parameters': count_parameters(model), 'dtype': str(machine.dtype)[6:], 'T': s.block_size,
+             'batch': s.batch_size, 'loss': round(step().item(), 4)}
+    peak = machine.peak_flops() if hasattr(model, 'flops_per_token') else None
+    return facts, step, idx.numel(), peak and idx.numel() * model.flops_per_token(s.block_size) / peak
+
+
+def decoding(text: str, s: Settings, prefill: bool = False) -> tuple:
+    """Return the same as `training`, without the seconds. prefill: only one new token."""
+    model, _, machine = make_model(text, s.toy)
+    dtype, n_new = decoding_dtype(s.dtype, machine.device.type), 1 if prefill else s.new
+    model = model.eval().to(dtype)
+    prompts = torch.randint(0, model.config.n_ids, (s.batch, s.prompt))
+    inputs = {'inputs': prompts.to(machine.device), 'attention_mask': torch.ones_like(prompts, device=machine.device)}
+
+    def decode():
+        if isinstance(model, Llama):
+            return model.llama.generate(**inputs, do_sample=False, max_new_tokens=n_new, min_new_tokens=n_new)
+        return generate(model, prompts.tolist(), n_new, temperature=0)
+    facts = {'parameters': count_parameters(model), 'dtype': str(dtype)[6:], 'prompt': s.prompt, 'new': n_new,
+             'batch': s.batch}
+    return facts, decode, s.batch * (s.prompt if prefill else n_new), None
+
+
+KINDS = {'train': training, 'decode': decoding, 'prefill': partial(decoding, prefill=True)}
+
+
+def peak_memory(kind: str, text: str, s: Settings) -> int:
+    """Return the bytes that a side adds at its peak. Call it in a new process."""
+    torch.zeros(1, device=DEVICE)
+    if not GPU:  # import what a step imports, which takes as much memory as a small model
+        KINDS[kind]('hf --assumed_ids=64', replace(s, toy=True))[1]()
+    before = resident()['held']
+    KINDS[kind](text, s)[1]()
+    return resident()['peak'] - before
+
+
+# ---- side by side ----
+
+def compare(s: Settings, kind: str = '', *arguments: str) -> Iterator[dict]:
+    """Yield a row for each side. All models are in memory at the same time."""
+    sides = {name: text for name, _, text in (side.partition(': ') for side in arguments) if text.strip()}
+    if kind not in KINDS or not sides or len(sides) < len(arguments):
+        raise UserError('expected train, decode or prefill, then sides as "NAME: ARGUMENTS OF train.py", each with a '
+                        f'name of its own, got {shlex.join([kind, *arguments])}: see --help')
+    peaks = {name: isolated(peak_memory, kind, text, s) for name, text in sides.items()} if s.memory else {}
+    made, first = {name: KINDS[kind](text, s) for name, text in sides.items()}, next(iter(sides))
+    seconds = alternate({name: run for name, (_, run, *_) in made.items()}, s.rounds, warmup=1,
+                        calls=3 if GPU and kind == 'train' else 1)
+    for name, (facts, _, n_tokens, at_peak) in made.items():
+        yield {'side': name, **facts, 'ms': round(1e3 * seconds[name], 2),
+               'tokens/s': round(n_tokens / seconds[name], 1),
+               f'time over {first}': round(seconds[name] / seconds[first], 3),
+               **({'MFU': round(at_peak / seconds[name], 3)} if at_peak else {}),
+               **({'peak MB': round(peaks[name] / 1e6)} if peaks else {})}
+
+
+def main(argv: list[str] | None = None) -> None:
+    measure(argv, Settings, compare)
+
+
+if __name__ == '__main__':
+    main()

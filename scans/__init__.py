@@ -2,7 +2,6 @@
 import functools
 import os
 import sys
-from pathlib import Path
 
 from attn_kernels import digest
 
@@ -31,19 +30,19 @@ def pinned(model, fast):
         _warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: {fast.__name__} '
                    'does not support subclasses')
         return None
-    why = 'it does not implement the edit'
+    why, hint = 'it does not implement the edit', ''
     try:
-        if digest(*fast.implements(file)) in fast.PINS:
+        found = digest(*fast.implements(file))
+        if found in fast.PINS:
             return fast
+        name = fast.__name__.removeprefix('scans.')
+        hint = (f'. python -m pytest tests/scans -k {name} compares both forms: if they are equal, add {found!r} to PINS '
+                f'in scans/{name}.py')
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
-    name, path = fast.__name__.removeprefix('scans.'), Path(getattr(file, '__file__', ''))
-    is_here = path.parent == Path(__file__).parent.parent
-    model_name = file.__name__.removeprefix('model_') if is_here else path
-    compare = f'. If both still compute the same: python -m scans {name} --model={model_name}'
     is_copy = '.' in file.__name__  # in a package: the code stored in a run
     _warn_once(f'{file.__name__} was edited, so its equations run step by step, without {fast.__name__} ({why})'
-               + compare * (not is_copy))
+               + hint * (not is_copy))
     return None
 
 

@@ -28,9 +28,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-PINS = {'4b9d02ec8a59930a'}  # digests of what `implements` lists; python -m scans context_ready
+PINS = {'4b9d02ec8a59930a'}  # digests of what `implements` lists
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, vocab_size=64, n_ids=60, bptt=True, segment_len=5, eos_id=59,
-             window=4)  # for tests and `python -m scans`
+             window=4)  # for tests
 
 
 def implements(model_file):

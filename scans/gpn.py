@@ -23,19 +23,18 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
 * Only the gradients of s, k and M are computed step by step. Each weight's gradient is one large
   product per segment (`scan_backward`).
 
-To change an equation, change all of its places below, and `paper_states` in tests/test_gpn.py. For
+To change an equation, change all of its places below, and `paper_states` in test_gpn.py. For
 beta in eq. 9, they are in row memory_inputs: the plain function and both kernels; in C, `beta_of`
 and dz[write_gate]. Then, in this order:
 
-    python -m scans gpn               compares C and kernels with `Model.loop`, prints the new pin
-    PINS = {new pin}                  enables both; an old pin would run the new equation for copies
-                                      of the old model_gpn.py
-    pytest tests/test_gpn.py          equations with `paper_states`, C with repeated `Model.step`
-    pytest tests/test_gpn_scan.py     kernels with their plain functions, both forms at odd sizes
-    pytest tests/scans/test_scans.py        the pin; its EDITS quote a line of eq. 10
+    pytest tests/models/test_gpn.py   equations with `paper_states`, C with repeated `Model.step`
+    pytest tests/scans -k gpn         C with `Model.loop`, kernels with their plain functions. The
+                                      test of pins shows the new pin; EDITS quote a line of eq. 10
+    PINS = {new pin}                  enables C and kernels; an old pin would run the new equation
+                                      for copies of the old model_gpn.py
 
 Without Triton, the kernels are not compared, but the pin enables them. Only a GPU captures CUDA
-graphs and compiles `gated_add_norm` and its backward: repeat test_gpn_scan.py there.
+graphs and compiles `gated_add_norm` and its backward: repeat tests/scans/test_gpn_scan.py there.
 
 In the table, "it" is the function of that name, and "here" is this file.
 
@@ -78,10 +77,9 @@ from scans import gpn_cpu, triton
 from scans.gpn_cpu import CSteps, c_dtype
 from scans.gpn_gpu import Graph, KernelSteps, key_of
 
-PINS = {'7aa4d913c5769cdb'}  # digests of what `implements` lists; python -m scans gpn
-HAS_KERNELS = True  # `python -m scans` compares these too, in Triton's interpreter
+PINS = {'7aa4d913c5769cdb'}  # digests of what `implements` lists
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
-             eos_id=59, bptt_len=7)  # a model with most branches, for tests and `python -m scans`
+             eos_id=59, bptt_len=7)  # a model with most branches, for tests
 
 KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 

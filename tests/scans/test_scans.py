@@ -1,24 +1,24 @@
-"""Fast scans in scans/ are pinned to the code they reimplement; edits run step by step.
+"""Fast scans in scans/ equal the code they reimplement, and are pinned to it.
 
-If a pin is stale, `python -m scans NAME` compares both forms and prints the new one.
+Edits run step by step. After an edit of both forms, `test_both_forms_are_equal` compares them, and
+`test_pins_are_current` shows the digest to pin. To compare a copy of a model, add it to FAST.
 """
 import importlib
 import inspect
 import operator
 import re
 import shutil
-import sys
 
 import pytest
 import torch
 from conftest import ROOT, random_model, run_subprocess, succeeded
-from test_gpn import needs_c
 
 import scans
 from attn_kernels import digest
-from scans import __main__ as pins
+from scans import context_ready, gdn, gpn
 
-MODELS = {name: importlib.import_module(f'scans.{name}').SMALL for name in ('gpn', 'context_ready', 'gdn')}
+FAST = {'gpn': gpn, 'context_ready': context_ready, 'gdn': gdn}  # {NAME: fast form of model_NAME.py}
+MODELS = {name: fast.SMALL for name, fast in FAST.items()}
 PINNED = {
     'gpn': 'RMSNorm l2_normalize read Write Model.write_type Layer choose_rows Model.__init__ Model.ground '
            'Model.predict Model.step Model.first_state Model.loop Model.advance',
@@ -38,10 +38,32 @@ def results(model, idx):
     return model(idx, idx)['loss'].item(), torch.cat(decoded, 1)[..., :60], model.logits(idx)[..., :60]
 
 
-@pytest.mark.parametrize('name', MODELS)
-def test_pins_are_current_and_cover_the_listed_objects(name):
-    file, fast = importlib.import_module(f'model_{name}'), importlib.import_module(f'scans.{name}')
-    assert digest(*fast.implements(file)) in fast.PINS, f'python -m scans {name}'
+@pytest.mark.parametrize('name', FAST)
+def test_both_forms_are_equal(name):
+    """Loss, gradients, and logits of decoding in pieces and of rows with different lengths."""
+    found = []
+    for scan in ('loop', 'fast'):
+        model, idx = make(importlib.import_module(f'model_{name}'), name, scan=scan)
+        loss = model(idx, idx.roll(-1, 1))['loss']
+        with torch.no_grad():
+            cache = model.new_cache(*idx.shape, max_call=3)
+            *parts, last = idx.split([9, 1, 3, 10], 1)
+            decoded = [model.extend(part, cache, all_positions=True) for part in parts]
+            decoded.append(model.extend(last, cache, torch.tensor([10, 4])).unsqueeze(1))
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters())), torch.cat(decoded, 1)[..., :60]])
+    for loop, fast in zip(*found):
+        assert (loop - fast).abs().max() <= 1e-9 * loop.abs().max()
+
+
+@pytest.mark.parametrize('name', FAST)
+def test_pins_are_current(name):
+    pin = digest(*FAST[name].implements(importlib.import_module(f'model_{name}')))
+    assert pin in FAST[name].PINS
+
+
+@pytest.mark.parametrize('name', PINNED)
+def test_pins_cover_the_listed_objects(name):
+    file, fast = importlib.import_module(f'model_{name}'), FAST[name]
     of_file = [x for x in fast.implements(file) if inspect.getmodule(x) is file]
     assert of_file == [operator.attrgetter(piece)(file) for piece in PINNED[name].split()]
 
@@ -53,7 +75,7 @@ def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys)
     assert model.fast and capsys.readouterr().err == ''
     monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
     for n_lines in (1, 0):  # printed once
-        assert scans.pinned(model, importlib.import_module(f'scans.{name}')) is None
+        assert scans.pinned(model, FAST[name]) is None
         assert capsys.readouterr().err.count(f'step by step, without scans.{name}') == n_lines
 
 
@@ -73,27 +95,14 @@ def test_an_edited_equation_trains_and_decodes(name, import_edited):
     assert results(*make(file, name, scan='loop'))[0] == new_loss
 
 
-@pytest.mark.parametrize('name', [pytest.param('gpn', marks=needs_c), 'gdn', 'context_ready'])
-def test_one_command_pins_an_edit_that_computes_the_same(name, import_edited, monkeypatch, capsys):
-    """It prints the digest of a copy with a renamed variable, and refuses another equation.
-
-    Its second process, with the kernels, is left out here: test_gpn_scan compares them.
-    """
-    compared = []
-    monkeypatch.setattr(pins, 'compare_kernels', compared.append)
-    fast, (renamed, wrong) = importlib.import_module(f'scans.{name}'), EDITS[name]
-    file = import_edited(name, lambda source: re.sub(rf'\b{renamed}\b', 'other_name', source).replace(
-        '    scan: ', '    new_setting: float = 1.0\n    scan: '))
+@pytest.mark.parametrize('name', EDITS)
+def test_the_digest_of_an_edit_is_printed_and_enables_the_fast_form(name, import_edited, monkeypatch, capsys):
+    file = import_edited(name, lambda source: re.sub(rf'\b{EDITS[name][0]}\b', 'other_name', source))
     scans._warn_once.cache_clear()
-    assert not make(file, name)[0].fast and f'python -m scans {name} --model={file.__file__}' in capsys.readouterr().err
-    pins.main([name, f'--model={file.__file__}'])
-    out = capsys.readouterr().out
-    assert out.endswith(f"\n    '{digest(*fast.implements(file))}'\n") and 'with new_setting at the default' in out
-    assert len(compared) == (name == 'gpn')
-    sys.modules.pop('model_edited')
-    import_edited(name, lambda source: source.replace(*wrong))
-    with pytest.raises(SystemExit, match='differ by'):
-        pins.main([name, '--model=edited'])
+    assert not make(file, name)[0].fast
+    pin = re.search(rf"add '(\w+)' to PINS in scans/{name}.py", capsys.readouterr().err)[1]
+    monkeypatch.setattr(FAST[name], 'PINS', {pin})
+    assert make(file, name)[0].fast and capsys.readouterr().err == ''
 
 
 @pytest.mark.parametrize('name', MODELS)

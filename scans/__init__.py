@@ -36,8 +36,8 @@ def pinned(model, fast):
         if found in fast.PINS:
             return fast
         name = fast.__name__.removeprefix('scans.')
-        hint = (f'. python -m pytest tests/scans -k {name} compares both forms: if they are equal, add {found!r} to PINS '
-                f'in scans/{name}.py')
+        hint = (f'. python -m pytest tests/scans -k {name} compares both forms: if they are equal, add {found!r} to '
+                f'PINS in scans/{name}.py')
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
     is_copy = '.' in file.__name__  # in a package: the code stored in a run

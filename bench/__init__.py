@@ -78,6 +78,14 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
+def reset_peak() -> None:
+    """Make `resident` forget the peak so far."""
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path('/proc/self/clear_refs').write_text('5')
+
+
 # ---- results ----
 
 def where_and_when() -> dict:

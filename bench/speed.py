@@ -1,4 +1,4 @@
-"""Speed and memory of any models, side by side: training steps, decoding or prefill.
+"""Speed and memory of any models, side by side: training steps or decoding.
 
     python -m bench.speed train "Standard: config/standard_s.py" "SPS: config/sps_s.py" --out=step_s
     python -m bench.speed train "fast: config/gpn_small.py" "loop: config/gpn_small.py --scan=loop"
@@ -10,8 +10,9 @@ A side is `NAME: ARGUMENTS OF train.py`, with random weights and tokens. The dat
 train: one micro-batch and its optimizer step, as in train.py, on documents of about 1,000 tokens.
 Llama does not keep documents apart: give both sides --mask_documents=False. `loss` is that of the
 first step, equal for sides that compute the same. MFU is defined as in train.py's log.
-decode: greedy, with the prefill. On a GPU, it includes the capture of a CUDA graph: decode many
-tokens (--new=512). prefill: the time until the first new token.
+Context-Ready draws its number of unrolls in each step, as in train.py.
+decode: prompts of equal length, then greedy decoding. --new=1 times the prefill alone. On a GPU, a
+CUDA graph is captured in this time, so decode many tokens (--new=512).
 
 The sides take turns in one process. Times are medians after a warm-up, ratios are to the first
 side, and peak memory is what one process per side adds to what it held before the model.
@@ -21,7 +22,6 @@ import shlex
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -63,7 +63,7 @@ class Llama(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.config, self.flops_per_token = model.config, model.flops_per_token
+        self.config = model.config
         self.llama = to_family(model.config, model.state_dict(), model.config.vocab_size)
 
     def forward(self, idx, targets):
@@ -74,7 +74,7 @@ class Llama(torch.nn.Module):
 # ---- a side ----
 
 def make_model(text: str, toy: bool) -> tuple:
-    """Return (model, settings of train.py, machine) of a side."""
+    """Return (model, settings of train.py, machine, FLOPs per token or None) of a side."""
     arguments = shlex.split(text)
     is_hf = arguments[0] == 'hf'
     s, given, _ = run_settings.read_settings(train.Settings, [*arguments[is_hf:], *(TOY if toy else ())])
@@ -92,12 +92,13 @@ def make_model(text: str, toy: bool) -> tuple:
     if is_hf and (s.model != 'standard' or model.config.window is not None or model.config.qkv_bias
                   or model.config.qk_norm):
         raise UserError('hf is a Llama: expected model = standard without window, qkv_bias and qk_norm')
-    return Llama(model).to(machine.device) if is_hf else model, s, machine
+    flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
+    return Llama(model).to(machine.device) if is_hf else model, s, machine, flops
 
 
 def training(text: str, s: Settings) -> tuple:
     """Return (facts, function to time, its tokens, its seconds at the peak FLOP/s or None)."""
-    model, s, machine = make_model(text, s.toy)
+    model, s, machine, flops = make_model(text, s.toy)
     c, steps, skips = model.config, itertools.count(), torch.zeros(3, device=machine.device)
     idx, targets = torch.randint(0, c.n_ids, (2, s.batch_size, s.block_size))
     if c.eos_id is not None:
@@ -109,37 +110,39 @@ def training(text: str, s: Settings) -> tuple:
         return train.train_step(model, compiled, optimizer, data, s, next(steps), machine, skips)['loss']
     facts = {'parameters': count_parameters(model), 'dtype': str(machine.dtype)[6:], 'T': s.block_size,
              'batch': s.batch_size, 'loss': round(step().item(), 4)}
-    peak = machine.peak_flops() if hasattr(model, 'flops_per_token') else None
-    return facts, step, idx.numel(), peak and idx.numel() * model.flops_per_token(s.block_size) / peak
+    peak = machine.peak_flops()
+    return facts, step, idx.numel(), idx.numel() * flops / peak if flops and peak else None
 
 
-def decoding(text: str, s: Settings, prefill: bool = False) -> tuple:
-    """Return the same as `training`, without the seconds. prefill: only one new token."""
-    model, _, machine = make_model(text, s.toy)
-    dtype, n_new = decoding_dtype(s.dtype, machine.device.type), 1 if prefill else s.new
+def decoding(text: str, s: Settings) -> tuple:
+    """Return the same as `training`, but no seconds. The tokens are the new ones."""
+    model, _, machine, _ = make_model(text, s.toy)
+    dtype = decoding_dtype(s.dtype, machine.device.type)
     model = model.eval().to(dtype)
     prompts = torch.randint(0, model.config.n_ids, (s.batch, s.prompt))
     inputs = {'inputs': prompts.to(machine.device), 'attention_mask': torch.ones_like(prompts, device=machine.device)}
 
     def decode():
         if isinstance(model, Llama):
-            return model.llama.generate(**inputs, do_sample=False, max_new_tokens=n_new, min_new_tokens=n_new)
-        return generate(model, prompts.tolist(), n_new, temperature=0)
-    facts = {'parameters': count_parameters(model), 'dtype': str(dtype)[6:], 'prompt': s.prompt, 'new': n_new,
+            return model.llama.generate(**inputs, do_sample=False, max_new_tokens=s.new, min_new_tokens=s.new)
+        return generate(model, prompts.tolist(), s.new, temperature=0)
+    facts = {'parameters': count_parameters(model), 'dtype': str(dtype)[6:], 'prompt': s.prompt, 'new': s.new,
              'batch': s.batch}
-    return facts, decode, s.batch * (s.prompt if prefill else n_new), None
+    return facts, decode, s.batch * s.new, None
 
 
-KINDS = {'train': training, 'decode': decoding, 'prefill': partial(decoding, prefill=True)}
+KINDS = {'train': training, 'decode': decoding}
 
 
 def peak_memory(kind: str, text: str, s: Settings) -> int:
-    """Return the bytes that a side adds at its peak. Call it in a new process."""
+    """Return the bytes that a side holds at the peak of a call. Call it in a new process."""
     torch.zeros(1, device=DEVICE)
     if not GPU:  # import what a step imports, which takes as much memory as a small model
-        KINDS[kind]('hf --assumed_ids=64', replace(s, toy=True))[1]()
+        KINDS[kind]('hf ' * text.startswith('hf ') + '--assumed_ids=64', replace(s, toy=True))[1]()
     before = resident()['held']
-    KINDS[kind](text, s)[1]()
+    _, run, *_ = KINDS[kind](text, s)
+    bench.reset_peak()  # of making the model, which may convert its weights
+    run()
     return resident()['peak'] - before
 
 
@@ -149,8 +152,8 @@ def compare(s: Settings, kind: str = '', *arguments: str) -> Iterator[dict]:
     """Yield a row for each side. All models are in memory at the same time."""
     sides = {name: text for name, _, text in (side.partition(': ') for side in arguments) if text.strip()}
     if kind not in KINDS or not sides or len(sides) < len(arguments):
-        raise UserError('expected train, decode or prefill, then sides as "NAME: ARGUMENTS OF train.py", each with a '
-                        f'name of its own, got {shlex.join([kind, *arguments])}: see --help')
+        raise UserError('expected train or decode, then sides as "NAME: ARGUMENTS OF train.py", each with a name '
+                        f'of its own, got {shlex.join([kind, *arguments])}: see --help')
     peaks = {name: isolated(peak_memory, kind, text, s) for name, text in sides.items()} if s.memory else {}
     made, first = {name: KINDS[kind](text, s) for name, text in sides.items()}, next(iter(sides))
     seconds = alternate({name: run for name, (_, run, *_) in made.items()}, s.rounds, warmup=1,

@@ -32,7 +32,8 @@ def test_commands_on_the_pages_exist(page):
         if not script.exists():
             wrong.append(name)
             continue
-        sources = [script, *(ROOT / path for path in ALL_SETTINGS if name == 'train.py' or 'compare' in name)]
+        sources = [script, *(ROOT / path for path in ALL_SETTINGS
+                               if name == 'train.py' or 'compare' in name or 'speed' in name)]
         sources += [ROOT / 'lm_architectures/data/text/sources.py'] * (name == 'prepare_fineweb.py')  # its Settings extend Reading
         code = '\n'.join(path.read_text() for path in sources)
         wrong += [f'{name} --{option}' for option in re.findall(r'--(\w+)', arguments) if not re.search(

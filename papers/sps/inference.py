@@ -12,7 +12,6 @@ with the bf16 copies of fp32 weights that autocast keeps.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -69,10 +68,7 @@ def memory(method: str, scale: str, s: Settings) -> dict[str, int]:
     torch.zeros(1, device=DEVICE)
     before = resident()['held']
     model = make_model(method, scale, s)
-    if GPU:  # reset the peak
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path('/proc/self/clear_refs').write_text('5')
+    bench.reset_peak()
     cache = decode(model, s.new, s)
     return {what: n - before for what, n in resident().items()} | {'cache': cache.nbytes}
 

@@ -1,4 +1,5 @@
 """Every measurement runs at toy size, and sides that compute the same have the same loss."""
+import csv
 import json
 import re
 from pathlib import Path
@@ -9,13 +10,12 @@ from conftest import ROOT, assert_sentence, run, succeeded
 
 import bench
 import model_standard
-from analysis import figures
 from bench import speed
 from lm_architectures.run.models import count_parameters
 
 RESULTS = ROOT / 'bench/results'
 PROGRAMS = ['papers.sps.inference'], ['papers.context_ready.generation'], *(
-    ['bench.speed', kind, *sides] for kind in ('train', 'decode', 'prefill') for sides in (
+    ['bench.speed', kind, *sides] for kind in ('train', 'decode') for sides in (
         ['ours: --mask_documents=False', 'Llama: hf --mask_documents=False', 'SPS: config/sps_s.py'],
         ['NextLat: config/nextlat_small.py', 'MTP: config/nextlat_small.py --model=mtp', 'BST: --model=bst',
          'Context-Ready: config/context_ready_small.py', 'GPN: config/gpn_small.py', 'GDN: config/gdn_small.py']))
@@ -46,7 +46,7 @@ def test_peak_memory_of_a_training_step_holds_weights_gradients_and_moments():
     text = '--data=absent/data --dtype=float32 --n_layer=1 --n_head=2 --n_embd=256 --block_size=16 --micro_batch_size=1'
     peak = bench.isolated(speed.peak_memory, 'train', text, speed.Settings())
     n_parameters = count_parameters(speed.make_model(text, toy=False)[0])
-    assert 16 * n_parameters < peak < 24 * n_parameters
+    assert 16 * n_parameters < peak < 32 * n_parameters  # and pages that malloc keeps
 
 
 @pytest.mark.parametrize('args, parts', [
@@ -74,7 +74,7 @@ def test_an_interrupted_measurement_keeps_its_rows(tmp_path, monkeypatch):
 
 
 def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():
-    for row in figures.read_csv(ROOT / 'analysis/papers/sps.csv'):
+    for row in csv.DictReader(open(ROOT / 'papers/sps/paper.csv')):
         shape = {name: int(row[name]) for name in ('n_layer', 'n_embd')}
         with torch.device('meta'):
             model = model_standard.Model(model_standard.Config(n_head=1, **shape))

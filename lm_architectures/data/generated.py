@@ -37,16 +37,9 @@ MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cach
 # ---- a task by name ----
 
 def make_task(name: str):
-    """Create the Task for 'task' or 'task:option=value,...'. UserError for invalid options.
-
-    The values of a tuple are joined by -, as in 'recall:distances=8-16'.
-    """
-    Task, values = task_class(name), {}
-    for option in filter(None, name.partition(':')[2].split(',')):
-        key, _, text = option.partition('=')
-        is_tuple = isinstance(getattr(Task, key, None), tuple)
-        values[key] = Text(text.replace('-', ',') if is_tuple else text)
-    task = make_settings(Task, values, f'in data {name!r}')
+    """Create the Task for 'task' or 'task:option=value,...'. UserError for invalid options."""
+    options = [option.partition('=') for option in filter(None, name.partition(':')[2].split(','))]
+    task = make_settings(task_class(name), {key: Text(value) for key, _, value in options}, f'in data {name!r}')
     check_ranges(task, train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
     return task
 
@@ -86,9 +79,7 @@ class Generated:
 
     def __init__(self, name):
         self.task, kind = make_task(name), name.partition(':')[0]
-        values = {f.name: getattr(self.task, f.name) for f in fields(self.task)}
-        options = {key: f'{key}={"-".join(map(str, value)) if isinstance(value, tuple) else value}'
-                   for key, value in values.items()}
+        options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
         all_but_rows = [key for key in options if not key.endswith('_rows')]
         symbol_options = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
         self.folder = f'{kind}:{",".join(options.values())}'

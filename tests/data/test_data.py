@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import bit_flips, byte_documents, run, shard_ids, succeeded
 
-import data
+from lm_architectures import data
 from lm_architectures.data.tasks import python_docs
 from lm_architectures.data.text import writing
 from lm_architectures.data.text.shards import Data, epoch_keys, shuffled
@@ -122,7 +122,7 @@ def test_validation_loss_of_the_whole_split_does_not_depend_on_block_size(tiny_d
 @pytest.mark.slow
 def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path):
     """Another process builds the same in the folder that BUILT_DATA names."""
-    code = 'from data import open_data; print("in", open_data("python_docs").folder)'
+    code = 'from lm_architectures.data import open_data; print("in", open_data("python_docs").folder)'
     succeeded(run('-c', code, env={**os.environ, 'BUILT_DATA': str(tmp_path)}))
     found = [*python_docs.documents()]
     assert len({text for _, text in found}) == len(found)

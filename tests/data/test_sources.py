@@ -13,7 +13,7 @@ from conftest import byte_documents, prepare, prepared, succeeded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import data
+from lm_architectures import data
 from lm_architectures.data.text import sources
 from lm_architectures.data.text.shards import Data
 from lm_architectures.data.text.writing import hash_fraction, split_of

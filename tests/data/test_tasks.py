@@ -64,19 +64,6 @@ def find_path(tokens, task):
     return dict(enumerate(path, tokens.index('=')))
 
 
-def recall(tokens, task=None):
-    """Read pairs and queries from left to right. Each pair is queried once."""
-    value_of, found = {}, {}
-    for t, token in enumerate(tokens):
-        if token[0] == 'k' and tokens[t - 1] == 'Q':
-            found[t] = value_of.pop(token)
-        elif token[0] == 'k':
-            assert token not in value_of and tokens[t + 1][0] == 'v'
-            value_of[token] = tokens[t + 1]
-    assert not value_of and len(found) == tokens.count('Q') == task.pairs
-    return found
-
-
 def permute(arrangement, element):
     """Apply a permutation to an arrangement, both written as digits."""
     return ''.join(arrangement[int(digit) - 1] for digit in element)
@@ -135,8 +122,7 @@ def walk(tokens, task):
     return found
 
 
-SOLVERS = {'pointer_chasing': chase, 'path_star': find_path, 'recall': recall, 'a5': multiply, 'countdown': count_down,
-           'manhattan': walk}
+SOLVERS = {'pointer_chasing': chase, 'path_star': find_path, 'a5': multiply, 'countdown': count_down, 'manhattan': walk}
 
 
 @pytest.fixture
@@ -148,10 +134,8 @@ def city(tmp_path, monkeypatch):
 @pytest.mark.parametrize('name', [
     'pointer_chasing:hops=0,keys=3', 'pointer_chasing:hops=1,keys=1,values=1', CHASE, 'pointer_chasing:hops=10',
     'pointer_chasing:hops=20,keys=5,values=20', 'path_star:degree=2,length=5,nodes=20', 'path_star:degree=7,length=7',
-    'path_star:degree=1,length=2,nodes=2', 'path_star:degree=3,length=2,nodes=4', 'recall',
-    'recall:pairs=1,distances=3,length=5,keys=1,values=1,fillers=1',
-    'recall:pairs=6,distances=3-5-100,length=140,values=2', 'a5:length=1', 'a5', 'a5:length=36', 'countdown',
-    'countdown:val_targets=seen,pauses=3', GRID, 'manhattan:edges=city.json,steps=12,length=60'])
+    'path_star:degree=1,length=2,nodes=2', 'path_star:degree=3,length=2,nodes=4', 'a5:length=1', 'a5', 'a5:length=36',
+    'countdown', 'countdown:val_targets=seen,pauses=3', GRID, 'manhattan:edges=city.json,steps=12,length=60'])
 def test_counted_targets_equal_those_of_an_independent_solver(name, city):
     d = open_data(name)
     for idx, targets in (d.train_batch(3, 100, d.T, seed=1), d.val_batch(range(100), d.T)):
@@ -190,14 +174,6 @@ def test_rows_are_random_where_the_papers_draw_at_random():
     rows = [words_of(d, row) for row in d.rows('train', range(1000), 0)]
     on_path = [row[1] in row[row.index('='):] for row in rows]
     assert 0 < sum(on_path) < 1000  # the edges are shuffled
-    d = open_data('recall')
-    idx, targets = d.train_batch(0, 1000, d.T, seed=1)
-    asked = d.task.asked_distance(idx)
-    assert torch.equal(asked > 0, targets >= 0) and {*(targets >= 0).any(0).nonzero().flatten().tolist()} == {
-        *range(8, d.T)}  # queries occur wherever their distance allows
-    for ids, far in zip(idx.tolist(), asked.tolist()):
-        assert all(ids[t] == ids[t - n] and ids.index(ids[t]) == t - n for t, n in enumerate(far) if n)
-        assert Counter(filter(None, far)) == {8: 2, 16: 2, 32: 2, 64: 2}
     d = open_data('a5')
     assert len(d.train_batch(0, 1000, 12, seed=1)[0][:, 0].unique()) == 60
     d = open_data(GRID)
@@ -215,7 +191,7 @@ def test_countdown_validation_targets_are_unseen_by_default(kind):
 
 # ---- rows ----
 
-@pytest.mark.parametrize('name', ['', CHASE, STAR, 'recall', 'a5', 'countdown', GRID])
+@pytest.mark.parametrize('name', ['', CHASE, STAR, 'a5', 'countdown', GRID])
 def test_batches_depend_only_on_seed_and_step_and_examples_end_before_an_answer(name, tiny_data):
     d = open_data(name or tiny_data)
     T = getattr(d, 'T', 32)
@@ -276,10 +252,8 @@ def test_a_row_is_printed_with_its_targets(capsys):
     ('pointer_chasing:hopps=2', 'has no hopps'),
     ('pointer_chasing:hops=two', "hops is 'two' in data 'pointer_chasing:hops=two': expected int"),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
-    ('recall:distances=8-x', "distances is 'x' in data 'recall:distances=8-x': expected int"),
-    ('recall:length=50', 'length is 50: 8 pairs with queries at distances (8, 16, 32, 64) do not fit'),
     ('', 'data is empty: expected a .txt, .jsonl, .csv or .parquet file'),
-    ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs, recall)'),
+    ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs)'),
     ('manhattan:edges=none.json', 'edges = none.json is not a city'),
     ('none.txt', 'expected a .txt, .jsonl, .csv or .parquet file'), ('docs', 'a folder with meta.json or of such')])
 def test_wrong_data_give_a_clear_error_and_a_dry_run_goes_on_without_data_to_come(name, sentence):
@@ -317,17 +291,13 @@ class Oracle:
     (CHASE, {'accuracy_0': 1, 'accuracy_1': 1, 'accuracy_2': 1, 'levels_solved': 3},
      [(slice(5), 20 + 11), (slice(20), 51)],  # the first query of level 1, the last query
      {'accuracy_1': 1 - 5 / 60, 'accuracy_2': 0, 'levels_solved': 1}),
-    (STAR, {'accuracy': 1}, [(slice(3), -1), (slice(2, 5), -3)], {'accuracy': 15 / 20}),
-    ('recall:', {'accuracy_8': 1, 'accuracy_16': 1, 'accuracy_32': 1, 'accuracy_64': 1},
-     [(row, 32) for row in range(10)], {'accuracy_32': 1 - 10 / 40})])
-def test_scores_count_levels_whole_paths_and_distances(name, perfect, errors, want):
+    (STAR, {'accuracy': 1}, [(slice(3), -1), (slice(2, 5), -3)], {'accuracy': 15 / 20})])
+def test_scores_count_levels_and_whole_paths(name, perfect, errors, want):
     d = open_data(f'{name},val_rows=20')
     idx, targets = d.val_batch(range(20), d.T)
     wrong = targets < 0  # targets that are not counted
     assert d.score(Oracle(d, wrong), 'cpu', batch_size=7) == perfect
     for rows, place in errors:
-        if name == 'recall:':  # one of the two queries at that distance
-            place = int((d.task.asked_distance(idx)[rows] == place).nonzero()[0])
         wrong[rows, place] = True
     assert d.score(Oracle(d, wrong), 'cpu', batch_size=20) == pytest.approx(perfect | want)
 

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_architectures.data.text.shards import BUILT
-from lm_architectures.data.text.sources import Reading, Source, fitting_split, split_documents
+from lm_architectures.data.text.sources import Reading, Source
+from lm_architectures.data.text.splits import fitting_split, split_documents
 from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lm_architectures.data.text.writing import ShardWriter, document_ids
 from lm_architectures.files import (

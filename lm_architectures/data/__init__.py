@@ -1,38 +1,50 @@
-"""Token data by name: built-in texts and tasks (one file each in tasks/), data folders, texts in files.
+"""Token data by name: built-in texts and tasks, data folders, and texts in files.
 
-Each file in tasks/ is built-in data: it has `documents()`, which yields (split, text), or a
-dataclass `Task`, which generates rows on demand (generated.py). The documents are stored in data/built
-on first use: after editing the file, delete that folder.
+Texts are stored as data folders in data/built when they are first used. Delete such a folder after
+editing the file in tasks/ that it was built from.
 """
+import os
+from collections.abc import Callable
 from pathlib import Path
 
-from lm_architectures.data.names import MissingData, builtin_data, builtin_module, task_class
+from lm_architectures.data.tasks import builtin_data, builtin_module, task_class
 from lm_architectures.data.text.shards import BUILT, Data
 from lm_architectures.files import UserError, locked, remove
 
 
+class MissingData(UserError):
+    """There are no data of that name, but a command may build them."""
+
+
 def open_data(name):
-    """Open data by name, data folder, or file or folder of texts. Builds it first if needed.
+    """Open built-in data, a data folder, or a file or folder of texts. Builds it first if needed.
 
     Returns Data, or Generated for a synthetic task. MissingData if there is none.
     """
+    name = str(name)
     if task_class(name):
         from lm_architectures.data.generated import Generated
-        return Generated(str(name))
-    expected = ('expected a .txt, .jsonl, .csv or .parquet file, a folder with meta.json or of such files, or built-in '
-                f'data ({", ".join(builtin_data())}). Rename other plain text to .txt; prepare_fineweb.py reads more')
-    if not str(name):
-        raise UserError(f'data is empty: {expected}')
-    folder, documents = Path(name), None
+        return Generated(name)
     if name in builtin_data():
-        folder, documents = BUILT / name, builtin_module(name).documents()
-    elif not (folder / 'meta.json').exists():
-        from lm_architectures.data.text.sources import format_of, texts_as_data
-        if not (found := texts_as_data(folder)):
-            is_wrong = folder.exists() or format_of(str(name))  # not a name of data to come
-            raise (UserError if is_wrong else MissingData)(f'no data at {folder}: {expected}')
-        folder, documents = BUILT / found[0], found[1]
-    if documents and not folder.exists():
+        return built(BUILT / name, builtin_module(name).documents)
+    if os.path.exists(f'{name}/meta.json'):
+        return Data(name)
+    from lm_architectures.data.text.sources import Reading, Source, format_of
+    from lm_architectures.data.text.splits import VAL_FRACTION, fitting_split, split_documents
+    if not name or not os.path.exists(name):
+        raise (UserError if not name or format_of(name) else MissingData)(
+            f"no data at {name or 'an empty name'}: expected a .txt, .jsonl, .csv or .parquet file, a folder of such "
+            f'files or with meta.json, or built-in data ({", ".join(builtin_data())}). prepare_fineweb.py reads more')
+    source = Source(name, Reading(id_field=None, val_fraction=VAL_FRACTION))
+
+    def documents():
+        yield from (found for _, found in split_documents(source, *fitting_split(source)) if found)
+    return built(BUILT / f'{Path(name).resolve().name}-{source.checksum[:12]}', documents)
+
+
+def built(folder: Path, documents: Callable) -> Data:
+    """Return the data folder of documents(), (split, text) each. Builds it first if needed."""
+    if not folder.exists():
         with locked(BUILT, wait=True):
             for leftover in filter(Path.is_dir, BUILT.glob('.*.writing')):  # of killed processes
                 remove(leftover)
@@ -40,5 +52,5 @@ def open_data(name):
                 print(f'building {folder} ...', flush=True)
                 from lm_architectures.data.text.tokenizers import load_tokenizer
                 from lm_architectures.data.text.writing import write_data
-                write_data(folder, load_tokenizer('byte'), documents)
+                write_data(folder, load_tokenizer('byte'), documents())
     return Data(folder)

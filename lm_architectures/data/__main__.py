@@ -5,7 +5,7 @@ python -m lm_architectures.data pointer_chasing:hops=2,keys=3,values=10
 import sys
 
 from lm_architectures.data import open_data
-from lm_architectures.data.names import builtin_data, task_class
+from lm_architectures.data.tasks import builtin_data, task_class
 from lm_architectures.files import UserError, friendly_errors
 
 COLUMNS = 100

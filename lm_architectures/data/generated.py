@@ -24,7 +24,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from lm_architectures.data.names import task_class
+from lm_architectures.data.tasks import task_class
 from lm_architectures.data.text.shards import shuffled
 from lm_architectures.decode.generation import generate
 from lm_architectures.files import UserError

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from lm_architectures.data.generated import make_task, symbol_pattern
-from lm_architectures.data.names import task_class
+from lm_architectures.data.tasks import task_class
 from lm_architectures.data.text.tokenizer_files import EOS_NAMES
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError, write_file, write_json

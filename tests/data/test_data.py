@@ -16,6 +16,7 @@ from lm_architectures import data
 from lm_architectures.data.tasks import python_docs
 from lm_architectures.data.text import writing
 from lm_architectures.data.text.shards import Data, epoch_keys, shuffled
+from lm_architectures.data.text.splits import split_of
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.files import UserError
 from lm_architectures.score.validation import validation_loss
@@ -128,7 +129,7 @@ def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path)
     assert len({text for _, text in found}) == len(found)
     for name in ('train', 'val'):
         texts = [text for split, text in found if split == name]
-        assert byte_documents(tmp_path / 'python_docs', name) == texts and {*map(writing.split_of, texts)} == {name}
+        assert byte_documents(tmp_path / 'python_docs', name) == texts and {*map(split_of, texts)} == {name}
     n_bytes = {name: split['bytes'] for name, split in Data(tmp_path / 'python_docs').splits.items()}
     assert 1.5e6 < n_bytes['train'] < 4e6 and n_bytes['val'] > 3e4
 

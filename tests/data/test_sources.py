@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm_architectures import data
-from lm_architectures.data.text import sources
+from lm_architectures.data.text import sources, splits
 from lm_architectures.data.text.shards import Data
-from lm_architectures.data.text.writing import hash_fraction, split_of
+from lm_architectures.data.text.splits import hash_fraction, split_of
 from lm_architectures.files import UserError, warn_once
 from papers.sps import textbooks
 
@@ -230,7 +230,7 @@ def source_with_ids(ids, **given):
        val_hash=st.sampled_from(['md5', 'sha256']))
 def test_val_fraction_is_raised_only_as_far_as_needed(n, fraction, val_hash):
     source = source_with_ids(range(n), val_fraction=fraction, val_hash=val_hash)
-    fitting, by_text = sources.fitting_split(source)
+    fitting, by_text = splits.fitting_split(source)
     n_val = sum(split_of(str(i), fitting, val_hash) == 'val' for i in range(n))
     enough = min(10, max(1, n // 20))
     if fitting == fraction:
@@ -244,8 +244,8 @@ def test_val_fraction_is_raised_only_as_far_as_needed(n, fraction, val_hash):
 def test_repeated_ids_are_reported_and_fractions_count_documents(n_ids, n_val, said, capsys):
     """5% of the documents are validation data, or all of an id."""
     source = source_with_ids([i % n_ids for i in range(90)], val_fraction=1e-9)
-    fitting = sources.fitting_split(source)
-    assert [split for _, (split, _) in sources.split_documents(source, *fitting)].count('val') == n_val
+    fitting = splits.fitting_split(source)
+    assert [split for _, (split, _) in splits.split_documents(source, *fitting)].count('val') == n_val
     found = capsys.readouterr().out
     assert said in found and ('repeated ids' in found) == (said != '')
     assert 'leaves 0 of 90 documents for validation: raised to 0.' in found and f'which leaves {n_val}\n' in found

@@ -252,10 +252,10 @@ def test_a_row_is_printed_with_its_targets(capsys):
     ('pointer_chasing:hopps=2', 'has no hopps'),
     ('pointer_chasing:hops=two', "hops is 'two' in data 'pointer_chasing:hops=two': expected int"),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
-    ('', 'data is empty: expected a .txt, .jsonl, .csv or .parquet file'),
+    ('', 'no data at an empty name: expected a .txt, .jsonl, .csv or .parquet file'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs)'),
     ('manhattan:edges=none.json', 'edges = none.json is not a city'),
-    ('none.txt', 'expected a .txt, .jsonl, .csv or .parquet file'), ('docs', 'a folder with meta.json or of such')])
+    ('none.txt', 'expected a .txt, .jsonl, .csv or .parquet file'), ('docs', 'expected files of one format')])
 def test_wrong_data_give_a_clear_error_and_a_dry_run_goes_on_without_data_to_come(name, sentence):
     is_to_come = name in ('path_stars', 'manhattan:edges=none.json')  # a command may build them
     with pytest.raises(UserError, match=re.escape(sentence)) as error:

@@ -26,8 +26,8 @@ from itertools import product
 import numpy as np
 import torch
 
+from lm_architectures.data import MissingData
 from lm_architectures.data.generated import greedy_answers, greedy_tokens
-from lm_architectures.data.names import MissingData
 from lm_architectures.files import UserError
 from lm_architectures.settings import check_ranges
 

@@ -1,17 +1,15 @@
-"""Read documents from local files or, through the library `datasets`, any dataset.
+"""Read documents from local files or, through the library `datasets`, from any dataset.
 
-In order of reading: `Source` has the documents. `local_files` finds files, each format has one
-reader, `open_dataset` leaves the rest to `datasets`. `document` makes a record a document, and at
-the end a hash makes it training or validation data. docs/data.md lists the formats.
+In order of reading: a `Source` is a list of parts, each with a reader. `local_files` and
+`open_dataset` find them, and each format has one reader. `document` makes a record a document.
+docs/data.md lists the formats.
 """
-import bisect
 import csv
 import glob
 import gzip
 import hashlib
 import io
 import json
-import math
 import os
 import random
 import sys
@@ -22,18 +20,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lm_architectures.data.text.writing import VAL_FRACTION, hash_fraction, split_of
+from lm_architectures.data.text.splits import TAIL
 from lm_architectures.files import UserError, warn_once, without_surrogates
 
 FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
            '.arrow': 'datasets'}
-EXPECTED = 'expected files of one format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet'
 MARKERS = ('<|endoftext|>', '</s>')  # end-of-text markers that may occur in .txt files
 BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 BLANK = BYTE_ORDER_MARK + b' \t\r\n'
-BATCH = 250  # rows of a file or dataset that are in memory at a time
-TAIL = 0.1  # fraction of a single text that becomes validation data, as in nanoGPT
-MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
+BATCH = 250  # rows of a file that are in memory at a time
 SHUFFLE_SEED = 2357  # official SPS code
 
 
@@ -57,20 +52,27 @@ class Document(NamedTuple):
 
 
 class Source:
-    """The documents of local files, of a folder or pattern, or of a dataset.
+    """The documents of a file, folder or pattern, or of a dataset.
 
-    checksum covers names, sizes and times of local files, or the revision of a dataset on the hub.
-    UserError if there is no such source, or no record has text.
+    parts: [(name, 'line' or 'row', reader)], a part for each file. checksum covers names, sizes and
+    times of local files, or the revision of a dataset on the hub. UserError if there is no such
+    source, or no record has text.
     """
 
     def __init__(self, name: str, s: Reading):
-        self.name, self.s, self.files = name, s, local_files(name, s)
-        if self.files:
-            self.checksum = checksum_of_files(self.files)
-            if s.shuffle:
-                random.Random(SHUFFLE_SEED).shuffle(self.files)
+        self.name, self.s, files = name, s, local_files(name, s)
+        self.is_single_text = [*map(format_of, files)] == ['txt'] and not (s.split_lines or s.split_at)
+        if self.is_single_text:
+            self.parts = [(files[0], 'line', partial(text_records, files[0], s, tail=TAIL))]
+        elif files:
+            self.parts = [(file, unit, partial(reader, file, s))
+                          for file in files for unit, reader in [READERS[format_of(file)]]]
         else:
-            self.stream, self.checksum = open_dataset(name, s)
+            self.parts, self.checksum = open_dataset(name, s)
+        if files:
+            self.checksum = checksum_of_files(files)
+        if s.shuffle:
+            random.Random(SHUFFLE_SEED).shuffle(self.parts)
 
     def documents(self, state: dict | None = None) -> Iterator[tuple[dict, Document | None]]:
         """Yield (next state, document), None for a record without text.
@@ -80,15 +82,24 @@ class Source:
         return self._shuffled(state) if self.s.shuffle else self._in_order(state)
 
     def _in_order(self, state: dict | None) -> Iterator[tuple]:
-        read = file_records(self.files, self.s, state) if self.files else dataset_records(self, state)
+        """Read part after part. A state is the number of a part, and of its last record."""
+        first, n_read = (state['part'], state['record']) if state else (0, 0)
         has_text, fields = state is not None, []
-        for next_state, place, record, split in read:
-            found = document(place, record, split, self.s)
-            has_text, fields = has_text or found is not None, fields or [*record]
-            yield next_state, found
+        for i, (part, unit, read) in enumerate(self.parts[first:], first):
+            n = 0
+            try:
+                for n, record in read():
+                    if i == first and n <= n_read:
+                        continue
+                    split = ('train', 'val')[n - 1] if self.is_single_text else None
+                    found = document(f'{part}, {unit} {n:,}', record, split, self.s)
+                    has_text, fields = has_text or found is not None, fields or [*record]
+                    yield {'part': i, 'record': n}, found
+            except Exception as error:
+                raise named_error(f'{part} cannot be read after {n:,} {unit}s', error)
         if not has_text:
             hint = (f' in field {self.s.text_field!r}; fields: {", ".join(fields[:20])}. Set --text_field of '
-                    'prepare_fineweb.py or data.train_tokenizer') if fields else ''
+                    'prepare_fineweb.py or lm_architectures.data.text.train_tokenizer') if fields else ''
             raise UserError(f'{self.name} has no text{hint}')
 
     def _shuffled(self, state: dict | None) -> Iterator[tuple]:
@@ -99,15 +110,11 @@ class Source:
         state = state or {'begin': None, 'block': 0, 'read': 0}
         begin, block, n_read = state['begin'], state['block'], state['read']
         in_order = self._in_order(begin)
-        while True:
-            found, end = [], begin
-            for end, one in islice(in_order, self.s.shuffle):  # noqa: B007
-                found.append(one)
-            if not found:
-                return
+        while found := [*islice(in_order, self.s.shuffle)]:
+            end = found[-1][0]
             random.Random(f'{SHUFFLE_SEED} {block}').shuffle(found)
             for n in range(n_read, len(found)):
-                yield {'begin': begin, 'block': block, 'read': n + 1}, found[n]
+                yield {'begin': begin, 'block': block, 'read': n + 1}, found[n][1]
             begin, block, n_read = end, block + 1, 0
 
 
@@ -119,9 +126,9 @@ def local_files(name: str, s: Reading) -> list[str]:
     Ignores unknown formats, and .txt files next to records (such as a license).
     """
     if os.path.isdir(name):
-        if s.config:  # a copy of a dataset of the hub
-            return []
         matches = visible_files(name)
+        if s.config or 'datasets' in map(format_of, matches):  # a copy of a dataset of the hub, or saved by `datasets`
+            return []
     elif os.path.isfile(name):
         matches = [name]
     else:
@@ -133,10 +140,10 @@ def local_files(name: str, s: Reading) -> list[str]:
     found = [file for file in matches if format_of(file)]
     files = [file for file in found if format_of(file) != 'txt'] or found
     formats = {format_of(file) for file in files}
-    if os.path.isdir(name) and 'datasets' in formats:
-        return []
     if len(formats) != 1 or 'datasets' in formats:
-        raise UserError(f'{name} matches {", ".join(matches[:3])}{" ..." if matches[3:] else ""}: {EXPECTED}')
+        raise UserError(f'{name} matches {", ".join(matches[:3])}{" ..." if matches[3:] else ""}: expected files of one '
+                        'format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet. Rename other '
+                        'plain text to .txt')
     return files
 
 
@@ -155,33 +162,46 @@ def checksum_of_files(files: list[str]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-# ---- records of files ----
+def open_dataset(name: str, s: Reading) -> tuple[list, str]:
+    """Return the parts and the checksum of a dataset, read with the library `datasets`."""
+    import datasets
+    try:
+        if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):  # from `save_to_disk`
+            saved = datasets.load_from_disk(name)
+            saved = saved[s.split] if isinstance(saved, datasets.DatasetDict) else saved
+            stream, checksum = saved.with_format(None).to_iterable_dataset(), checksum_of_files(visible_files(name))
+        else:
+            builder = datasets.load_dataset_builder(name, s.config)
+            identity = [builder.hash]
+            for split, files in (builder.config.data_files or {}).items():
+                identity.append((str(split), *files, files.origin_metadata))  # revision on the hub, or file time
+            checksum = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+            stream = builder.as_streaming_dataset(split=s.split)
+            if stream.features and hasattr(builder.config, 'columns'):  # parquet: other columns may differ between files
+                builder.config.columns = fields_to_read(name, [*stream.features], s)
+                stream = builder.as_streaming_dataset(split=s.split)
+    except Exception as error:  # for example: no such dataset or split, no network, a damaged file
+        raise named_error(f'{name} could not be opened', error)
+    return [(f'{name}, file {i + 1}', 'row', partial(dataset_records, name, stream, i, s))
+            for i in range(stream.num_shards)], checksum
 
-def file_records(files: list[str], s: Reading, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, place, record, split). A state is a file's number and the lines read."""
-    first, n_read = (state['file'], state['line']) if state else (0, 0)
-    is_single = len(files) == 1 and format_of(files[0]) == 'txt' and not (s.split_lines or s.split_at)
-    readers = {'json': json_records, 'parquet': parquet_records, 'csv': csv_records,
-               'txt': partial(text_records, is_single=is_single)}
-    for i, file in enumerate(files[first:], first):
-        n, unit = 0, 'row' if format_of(file) in ('parquet', 'csv') else 'line'
-        try:
-            for n, record in readers[format_of(file)](file, s):
-                if i > first or n > n_read:
-                    split = ('train' if n == 1 else 'val') if is_single else None
-                    yield {'file': i, 'line': n}, f'{file}, {unit} {n:,}', record, split
-        except Exception as error:
-            raise named_error(f'{file} cannot be read after {n:,} {unit}s', error)
+
+def named_error(what: str, error: Exception) -> UserError:
+    """Say what failed, for the errors of a library, which have no common class."""
+    if isinstance(error, UserError):
+        return error
+    hint = ': expected UTF-8, convert it with iconv' if isinstance(error, UnicodeError) else ''
+    return UserError(f'{what} ({type(error).__name__}): {error}{hint}')
 
 
-# Each reader yields (number of its last line or row, record) from the start of a file.
+# ---- a reader for each format: yields (number of its last line or row, record) from the start ----
 
 def json_records(file: str, s: Reading) -> Iterator[tuple]:
     """Read a record per line, or per item of the list in a .json file.
 
     A record may take several lines: from { alone to } with the same indentation.
     """
-    with open_compressed(file) as lines:
+    with open_bytes(file) as lines:
         if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(BLANK).startswith(b'['):
             yield from enumerate(json.load(lines), 1)
         part, end = [], b''  # the lines of a record so far, and how its last line starts
@@ -196,13 +216,6 @@ def json_records(file: str, s: Reading) -> Iterator[tuple]:
             json.loads(b''.join(part))  # an error: the file was cut
 
 
-def parquet_records(file: str, s: Reading) -> Iterator[tuple]:
-    import pyarrow.parquet
-    with pyarrow.parquet.ParquetFile(file) as parquet:
-        batches = parquet.iter_batches(BATCH, columns=fields_to_read(file, parquet.schema_arrow.names, s))
-        yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)
-
-
 def csv_records(file: str, s: Reading) -> Iterator[tuple]:
     """Read a record per row. Empty cells are missing values; NA is text."""
     csv.field_size_limit(sys.maxsize)
@@ -213,20 +226,20 @@ def csv_records(file: str, s: Reading) -> Iterator[tuple]:
             yield n, {field: row[field] or None for field in fields}
 
 
-def text_records(file: str, s: Reading, is_single: bool) -> Iterator[tuple]:
-    """Read a record per file, per line or part between markers, or per part of a single text."""
+def text_records(file: str, s: Reading, tail: float = 0) -> Iterator[tuple]:
+    """Read a record per file, per line or part between markers, or for a text and its tail."""
     with open_text(file) as lines:
         if s.split_lines or s.split_at:
             parts = split_at_marker(lines, s.split_at or '\n')
         else:
             text = lines.read()
-            cut = int(len(text) * (1 - TAIL)) if is_single else len(text)
+            cut = int(len(text) * (1 - tail))
             parts = text[:cut], text[cut:]
         for n, part in enumerate(parts, 1):
             for marker in MARKERS:
                 if marker in part:
                     warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
-                             f"use prepare_fineweb.py --split_at='{marker}'")
+                              f"use prepare_fineweb.py --split_at='{marker}'")
             if part.strip():
                 yield n, {s.id_field: None, s.text_field: part}
 
@@ -235,80 +248,43 @@ def split_at_marker(lines: Iterable[str], marker: str) -> Iterator[str]:
     """Yield the texts between markers, without surrounding newlines. Markers do not span lines."""
     held = []
     for line in lines:
-        *ends, rest = line.split(marker)
-        for end in ends:
-            yield ''.join([*held, end]).strip('\n')
-            held = []
-        held.append(rest)
+        end, *others = line.split(marker)
+        held.append(end)
+        for other in others:
+            yield ''.join(held).strip('\n')
+            held = [other]
     yield ''.join(held).strip('\n')
 
 
-def open_compressed(file: str) -> io.BufferedIOBase:
-    """Open a file, compressed or not, for reading bytes."""
-    if not file.lower().endswith('.zst'):
-        return gzip.open(file) if file.lower().endswith('.gz') else open(file, 'rb')
-    import pyarrow
-    return io.BufferedReader(pyarrow.input_stream(file))
+def parquet_records(file: str, s: Reading) -> Iterator[tuple]:
+    import pyarrow.parquet
+    with pyarrow.parquet.ParquetFile(file) as parquet:
+        batches = parquet.iter_batches(BATCH, columns=fields_to_read(file, parquet.schema_arrow.names, s))
+        yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)
+
+
+def dataset_records(name: str, stream, i: int, s: Reading) -> Iterator[tuple]:
+    """Read file i of a dataset."""
+    tables = stream.shard(stream.num_shards, i).with_format('arrow').iter(BATCH)
+    tables = (table.select(fields_to_read(name, table.column_names, s)) for table in tables)
+    yield from enumerate((record for table in tables for record in table.to_pylist()), 1)
+
+
+READERS = {'json': ('line', json_records), 'csv': ('row', csv_records), 'txt': ('line', text_records),
+           'parquet': ('row', parquet_records)}
+
+
+def open_bytes(file: str) -> io.BufferedIOBase:
+    """Open a file, compressed or not."""
+    if file.lower().endswith('.zst'):
+        import pyarrow
+        return io.BufferedReader(pyarrow.input_stream(file))
+    return gzip.open(file) if file.lower().endswith('.gz') else open(file, 'rb')
 
 
 def open_text(file: str, newline: str | None = None) -> io.TextIOWrapper:
-    """Open a file, compressed or not, for reading UTF-8 without a byte order mark."""
-    return io.TextIOWrapper(open_compressed(file), encoding='utf-8-sig', newline=newline)
-
-
-# ---- records of datasets ----
-
-def open_dataset(name: str, s: Reading) -> tuple:
-    """Return (IterableDataset, checksum) of a dataset, read with the library `datasets`."""
-    import datasets
-    try:
-        if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):  # from `save_to_disk`
-            saved = datasets.load_from_disk(name)
-            saved = saved[s.split] if isinstance(saved, datasets.DatasetDict) else saved
-            return saved.with_format(None).to_iterable_dataset(), checksum_of_files(visible_files(name))
-        builder = datasets.load_dataset_builder(name, s.config)
-        identity = [builder.hash]
-        for split, files in (builder.config.data_files or {}).items():
-            identity.append((str(split), *files, files.origin_metadata))  # revision on the hub, or file time
-            if s.shuffle:
-                random.Random(SHUFFLE_SEED).shuffle(files)
-        checksum = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        stream = builder.as_streaming_dataset(split=s.split)
-        if stream.features and hasattr(builder.config, 'columns'):  # parquet: other columns may differ between files
-            builder.config.columns = fields_to_read(name, [*stream.features], s)
-            stream = builder.as_streaming_dataset(split=s.split)
-        return stream, checksum
-    except Exception as error:  # for example: no such dataset or split, no network, a damaged file
-        raise named_error(f'{name} could not be opened', error)
-
-
-def dataset_records(source: Source, state: dict | None) -> Iterator[tuple]:
-    """Yield (next state, place, record, None).
-
-    A state is that of the library before a batch, the records read of the batch, and of all.
-    """
-    name, stream = source.name, source.stream.with_format('arrow')
-    state = state or {'stream': None, 'of_batch': 0, 'records': 0}
-    before, of_batch, n = state['stream'], state['of_batch'], state['records']
-    if before:
-        stream.load_state_dict(before)
-    try:
-        for table in stream.iter(BATCH):
-            records = table.select(fields_to_read(name, table.column_names, source.s)).to_pylist()
-            for record in records[of_batch:]:
-                of_batch, n = of_batch + 1, n + 1
-                yield {'stream': before, 'of_batch': of_batch, 'records': n}, f'{name}, record {n:,}', record, None
-            before, of_batch = stream.state_dict(), 0
-    except Exception as error:
-        raise named_error(f'{name} cannot be read after record {n:,}', error)
-
-
-def named_error(what: str, error: Exception) -> UserError:
-    """Say what failed, for the errors of a library, which have no common class."""
-    if isinstance(error, UserError):
-        return error
-    hint = ': expected UTF-8, convert it with iconv' if isinstance(error, UnicodeError) else ''
-    return UserError(f'{what} ({type(error).__name__}): {error}{hint}')
+    """Open a file in UTF-8, compressed or not, with or without a byte order mark."""
+    return io.TextIOWrapper(open_bytes(file), encoding='utf-8-sig', newline=newline)
 
 
 # ---- documents ----
@@ -339,66 +315,3 @@ def fields_to_read(place: str, names: list[str], s: Reading) -> list[str]:
             raise UserError(f'{place} has no field {field!r}; fields: {", ".join(names[:20])}. Set --text_field '
                             'or --id_field of prepare_fineweb.py (--id_field=None: split by the hash of the text)')
     return wanted
-
-
-# ---- training and validation data ----
-
-def texts_as_data(path: Path) -> tuple[str, Iterator] | None:
-    """Return (name, documents) for a file or folder of texts, None if it has none.
-
-    Records have their text in the field `text`. The name depends on names, sizes and mtimes.
-    """
-    formats = {*map(format_of, [str(path)] if path.is_file() else visible_files(str(path)))} - {None}
-    if not formats or 'datasets' in formats:  # the latter: a folder of the library of this name
-        return None
-    source = Source(str(path), Reading(id_field=None, val_fraction=VAL_FRACTION))
-
-    def documents():
-        for _, found in split_documents(source, *fitting_split(source)):
-            if found:  # a record with text
-                yield found
-    return f'{path.resolve().name}-{source.checksum[:12]}', documents()
-
-
-def split_documents(source: Source, val_fraction: float, by_text: bool, state: dict | None = None) -> Iterator[tuple]:
-    """Yield (next state, (split, text) or None). by_text: split by the text, not the id."""
-    for next_state, found in source.documents(state):
-        if found is None:
-            yield next_state, None
-        else:
-            split = split_of(found.text if by_text else found.key, val_fraction, source.s.val_hash)
-            yield next_state, (found.split or split, found.text)
-
-
-def fitting_split(source: Source, max_tokens: int | None = None) -> tuple[float, bool]:
-    """Return (val_fraction, by_text) for `split_documents`, and print changes from the settings.
-
-    Raises val_fraction to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
-    by_text: True if all documents have one id. Stops reading after enough documents or max_tokens
-    bytes, because a document rarely has more tokens than bytes.
-    """
-    s, by_key, by_text, n_val, n_bytes = source.s, [], [], 0, 0  # the hashes of all keys, and of all texts
-    for found in (found for _, found in source.documents() if found):
-        if found.split:
-            print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
-            return s.val_fraction, False
-        by_key.append(hash_fraction(found.key, s.val_hash))
-        by_text.append(hash_fraction(found.text, s.val_hash))
-        n_val += by_key[-1] < s.val_fraction
-        n_bytes += len(found.text.encode()) + 1
-        if (n_val >= MIN_VAL_DOCUMENTS and by_key[-1] != by_key[0]) or (max_tokens and n_bytes >= max_tokens):
-            break
-    n, n_ids = len(by_key), len(set(by_key))
-    is_one_id = n_ids == 1 < n and by_text != by_key
-    if n_ids < n and by_text != by_key:
-        print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
-              + ('splitting by text instead' if is_one_id else
-                 'documents with the same id are in the same split (--id_field=None: split by text)'), flush=True)
-    hashes = sorted(by_text if is_one_id else by_key)
-    n_val, enough = bisect.bisect_left(hashes, s.val_fraction), min(MIN_VAL_DOCUMENTS, max(1, n // 20))
-    if n_val >= enough:
-        return s.val_fraction, is_one_id
-    val_fraction = math.nextafter(hashes[enough - 1], 1)
-    print(f'val_fraction = {s.val_fraction:g} leaves {n_val} of {n:,} documents for validation: raised to '
-          f'{val_fraction:.2g}, which leaves {bisect.bisect_left(hashes, val_fraction):,}', flush=True)
-    return val_fraction, is_one_id

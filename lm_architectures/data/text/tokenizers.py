@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm_architectures.data.names import task_class
+from lm_architectures.data.tasks import task_class
 from lm_architectures.files import UserError, sha256, without_surrogates, write_file, write_json
 
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer.model', 'tokenizer_config.json', 'gpt2_vocabulary')  # last: a folder

@@ -1,0 +1,65 @@
+"""Which documents are validation data: the hash of a document's id or text decides."""
+import bisect
+import hashlib
+import math
+from collections.abc import Iterator
+
+VAL_FRACTION = 0.05  # of built-in data, and of texts that train.py reads
+MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
+TAIL = 0.1  # fraction of a single text that is validation data, as in nanoGPT
+
+
+def hash_fraction(text: str, val_hash: str) -> float:
+    """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
+    if val_hash == 'md5':
+        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
+
+
+def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha256') -> str:
+    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
+    return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
+
+
+def split_documents(source, val_fraction: float, by_text: bool, state: dict | None = None) -> Iterator[tuple]:
+    """Yield (next state, (split, text) or None) of a Source. by_text: hash the text, not the id."""
+    for next_state, found in source.documents(state):
+        if found is None:
+            yield next_state, None
+        else:
+            split = split_of(found.text if by_text else found.key, val_fraction, source.s.val_hash)
+            yield next_state, (found.split or split, found.text)
+
+
+def fitting_split(source, max_tokens: int | None = None) -> tuple[float, bool]:
+    """Return (val_fraction, by_text) for `split_documents`, and print changes from the settings.
+
+    Raises val_fraction to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
+    by_text: True if all documents have one id. Stops reading after enough documents or max_tokens
+    bytes, because a document rarely has more tokens than bytes.
+    """
+    s, ids, texts, n_val, n_bytes = source.s, [], [], 0, 0  # the hashes of all ids, and of all texts
+    for found in (found for _, found in source.documents() if found):
+        if found.split:
+            print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
+            return s.val_fraction, False
+        ids.append(hash_fraction(found.key, s.val_hash))
+        texts.append(hash_fraction(found.text, s.val_hash))
+        n_val += ids[-1] < s.val_fraction
+        n_bytes += len(found.text.encode()) + 1
+        if (n_val >= MIN_VAL_DOCUMENTS and ids[-1] != ids[0]) or (max_tokens and n_bytes >= max_tokens):
+            break
+    n, n_ids = len(ids), len(set(ids))
+    by_text = n_ids == 1 < n and texts != ids
+    if n_ids < n and texts != ids:
+        remedy = ('splitting by text instead' if by_text else
+                  'documents with the same id are in the same split (--id_field=None: split by text)')
+        print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; {remedy}', flush=True)
+    hashes = sorted(texts if by_text else ids)
+    n_val, enough = bisect.bisect_left(hashes, s.val_fraction), min(MIN_VAL_DOCUMENTS, max(1, n // 20))
+    if n_val >= enough:
+        return s.val_fraction, by_text
+    val_fraction = math.nextafter(hashes[enough - 1], 1)
+    print(f'val_fraction = {s.val_fraction:g} leaves {n_val} of {n:,} documents for validation: raised to '
+          f'{val_fraction:.2g}, which leaves {bisect.bisect_left(hashes, val_fraction):,}', flush=True)
+    return val_fraction, by_text

@@ -16,6 +16,7 @@ and optionally
     symbol_options              options that the symbols depend on (default: all but train_rows,
                                 val_rows). Runs can be evaluated on data where these are equal
 """
+import functools
 import hashlib
 import math
 import re
@@ -31,7 +32,8 @@ from lm_architectures.files import UserError
 from lm_architectures.settings import Text, check_ranges, make_settings
 
 SOLVED = 0.99  # from this accuracy on, a task, or a level of it, is solved
-MAX_CACHED_IDS = 2 ** 28  # fixed training sets up to this size (1 GiB) are cached in memory
+MAX_CACHED_BYTES = 2 ** 30  # fixed training sets up to this size stay in memory
+ROW_OVERHEAD = 400  # bytes of a row in memory, besides 8 per id
 
 
 # ---- a task by name ----
@@ -50,15 +52,13 @@ def symbol_tokenizer(name: str) -> dict:
     Spaces and commas separate symbols. Decoding puts a space before each symbol.
     """
     symbols = make_task(name).symbols
-    id_of = {symbol: i for i, symbol in enumerate(symbols)}
-    pattern = symbol_pattern(symbols)
+    id_of, pattern = {symbol: i for i, symbol in enumerate(symbols)}, symbol_pattern(symbols)
 
     def encode(text):
-        found = re.findall(pattern, text)
-        for symbol in found:
-            if symbol not in id_of:
-                raise UserError(f'unknown symbol {symbol!r} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
-        return [id_of[symbol] for symbol in found]
+        try:
+            return [id_of[symbol] for symbol in re.findall(pattern, text)]
+        except KeyError as symbol:
+            raise UserError(f'unknown symbol {symbol} in {name}: expected one of {symbols[0]} ... {symbols[-1]}')
     return {'n_ids': len(symbols) + 1, 'eos_id': len(symbols), 'encode': encode,
             'token_bytes': lambda i: f' {symbols[i]}'.encode() if i < len(symbols) else b''}
 
@@ -80,18 +80,15 @@ class Generated:
     def __init__(self, name):
         self.task, kind = make_task(name), name.partition(':')[0]
         options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
-        all_but_rows = [key for key in options if not key.endswith('_rows')]
-        symbol_options = [options[key] for key in getattr(self.task, 'symbol_options', all_but_rows)]
+        keys = getattr(self.task, 'symbol_options', [key for key in options if not key.endswith('_rows')])
         self.folder = f'{kind}:{",".join(options.values())}'
-        self.tokenizer = f'{kind}:{",".join(symbol_options)}' if symbol_options else kind
+        self.tokenizer = f'{kind}:{",".join(options[key] for key in keys)}' if keys else kind
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
-        n_kept = self.task.train_rows or 0
-        if n_kept * self.task.row_tokens > MAX_CACHED_IDS:
-            n_kept = 0
-        self.kept, self.is_kept = np.zeros((n_kept, self.task.row_tokens), np.int32), np.zeros(n_kept, bool)
+        n_bytes = (self.task.train_rows or math.inf) * (8 * self.task.row_tokens + ROW_OVERHEAD)
+        self.row = functools.lru_cache(None if n_bytes <= MAX_CACHED_BYTES else 0)(self._row)
 
     @property
     def sha256(self) -> str:
@@ -104,19 +101,12 @@ class Generated:
 
     def rows(self, split: str, numbers, seed: int) -> np.ndarray:
         """Return the rows of a split with these numbers, int64 (len(numbers), T + 1)."""
-        is_fresh = split == 'train' and self.task.train_rows is None
-        make_row = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
+        is_fixed = split == 'val' or self.task.train_rows is not None
+        return np.stack([self.row(split, 0 if is_fixed else seed, int(i)) for i in numbers]).astype(np.int64)
 
-        def make(numbers):
-            return [make_row(np.random.default_rng([split == 'val', seed if is_fresh else 0, i]))
-                    for i in numbers.tolist()]
-        numbers = np.asarray(numbers)
-        if split == 'val' or numbers.max() >= len(self.kept):
-            return np.stack(make(numbers)).astype(np.int64)
-        new = np.unique(numbers[~self.is_kept[numbers]])
-        if len(new):
-            self.kept[new], self.is_kept[new] = make(new), True
-        return self.kept[numbers].astype(np.int64)
+    def _row(self, split: str, seed: int, i: int) -> np.ndarray:
+        make_row = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
+        return make_row(np.random.default_rng([split == 'val', seed, i]))
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """Return `count` ids from position `start` of a split's rows, in order (seed 0)."""
@@ -129,8 +119,7 @@ class Generated:
         if T != self.T:
             raise UserError(f'block_size is {T}, but rows of {self.folder} have {self.T} inputs: set '
                             f'block_size to {self.T}')
-        n_rows = self.splits[split]['documents']
-        return math.inf if n_rows is None else n_rows
+        return self.splits[split]['documents'] or math.inf
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
         """Return idx, targets (part of batch_size, T) int64, a pure function of the arguments."""

@@ -102,35 +102,32 @@ class Task:
         A turn is legal if the street exists, the end if it is at the destination. Paths between
         held-out pairs are decoded greedily, and valid if all turns and the end are legal.
         """
-        is_legal = self.legal(idx, greedy_tokens(model, idx, device, batch_size))[targets >= 0]
+        tokens = greedy_tokens(model, idx, device, batch_size)
+        is_legal = torch.tensor([*map(self.legal, idx.tolist(), tokens.tolist())])[targets >= 0]
         prompts = [[self.first_node + node for node in pair] for pair in self.held_out_pairs]
         ways = greedy_answers(model, prompts, self.steps + 1, batch_size, eos_id=self.end)
         valid = [self.is_valid(*pair, way) for pair, way in zip(self.held_out_pairs, ways)]
         return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
 
-    def legal(self, idx, tokens):
-        """Return a mask (B, T) of tokens (B, T) that may follow idx (B, T), valid where `counted`.
-
-        idx begins with the start of a walk.
-        """
-        idx, tokens = np.asarray(idx), np.asarray(tokens)
-        found, node, goal = np.zeros(idx.shape, bool), *np.zeros((2, len(idx)), int)
-        was_node = np.zeros(len(idx), bool)
-        for t in range(idx.shape[1]):
-            x, y = idx[:, t], tokens[:, t]
-            is_turn, is_node = x < self.first_node, (x >= self.first_node) & (x < self.end)
-            goal = np.where(is_node & was_node, x - self.first_node, goal)
-            node = np.where(is_node & ~was_node, x - self.first_node, node)
-            node[is_turn] = self.neighbor[node[is_turn], x[is_turn]]
-            turn_exists = self.neighbor[node, np.minimum(y, self.first_node - 1)] >= 0
-            found[:, t] = np.where(y < self.first_node, turn_exists, (y == self.end) & (node == goal))
-            was_node = is_node
-        return torch.from_numpy(found)
+    def legal(self, ids: list[int], tokens: list[int]) -> list[bool]:
+        """Return which of the tokens may follow the ids before them, which begin with a walk."""
+        found, node, goal, before = [], 0, 0, self.end
+        for x, token in zip(ids, tokens):
+            if x < self.first_node:
+                node = self.neighbor[node, x]
+            elif x < self.end and self.first_node <= before < self.end:
+                goal = x - self.first_node
+            elif x < self.end:
+                node = x - self.first_node
+            is_street = token < self.first_node and self.neighbor[node, token] >= 0
+            found.append(is_street or token == self.end and node == goal)
+            before = x
+        return found
 
     def is_valid(self, node: int, goal: int, ids: list[int]) -> bool:
         """Return True if ids are streets from a node to the goal, followed by the end."""
-        idx = [self.first_node + node, self.first_node + goal, *ids[:-1]]
-        return ids[-1] == self.end and bool(self.legal([idx], [[self.end, *ids]])[0, 1:].all())
+        walk = [self.first_node + node, self.first_node + goal, *ids]
+        return ids[-1] == self.end and all(self.legal(walk[:-1], walk[1:])[1:])
 
     def distances_to(self, goals) -> np.ndarray:
         """Return shortest-path lengths (n goals, n nodes) to each goal, inf where there is none."""

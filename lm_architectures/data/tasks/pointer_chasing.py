@@ -1,14 +1,13 @@
 """Pointer chasing: a chain of tables, where each looks up keys of the one below.
 
-    python -m lm_architectures.data pointer_chasing:hops=2,keys=3                                 print a row
+    python -m lm_architectures.data pointer_chasing:hops=2,keys=3                print a row
     python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=338 ...   options: see Task
 
-The task of "Context-Ready Transformer", section 5.6 and appendix B.
-
-The base table gives each of M keys a value. Each of the H index tables above it maps M new keys to
-the keys of the table below by a random bijection. Queries follow each table; their answers are
-values. A query at level l takes l look-ups in index tables and one in the base table; or one
-look-up and the answer to a query one level below, which is in the input, perhaps within the window.
+The task of "Context-Ready Transformer", section 5.6 and appendix B. The base table gives each of M
+keys a value. Each of the H index tables above it maps M new keys to the keys of the table below by
+a random bijection. Queries follow each table; their answers are values. A query at level l takes l
+look-ups in index tables and one in the base table; or one look-up and the answer to a query one
+level below, which is in the input, perhaps within the window.
 
     table    v3 = A        the key's content is on its left, where causal attention finds it
     query    Q A v3        the target of A is v3; no other position counts

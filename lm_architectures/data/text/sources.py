@@ -54,36 +54,29 @@ class Document(NamedTuple):
 class Source:
     """The documents of a file, folder or pattern, or of a dataset.
 
-    parts: [(name, 'line' or 'row', reader)], a part for each file. checksum covers names, sizes and
-    times of local files, or the revision of a dataset on the hub. UserError if there is no such
-    source, or no record has text.
+    Its parts are files: (name, 'line' or 'row', reader). checksum covers names, sizes and times of
+    local files, or the revision of a dataset. UserError if there is no such source or no text.
     """
 
     def __init__(self, name: str, s: Reading):
         self.name, self.s, files = name, s, local_files(name, s)
-        self.is_single_text = [*map(format_of, files)] == ['txt'] and not (s.split_lines or s.split_at)
-        if self.is_single_text:
-            self.parts = [(files[0], 'line', partial(text_records, files[0], s, tail=TAIL))]
-        elif files:
-            self.parts = [(file, unit, partial(reader, file, s))
-                          for file in files for unit, reader in [READERS[format_of(file)]]]
+        kind = format_of(files[0]) if files else None
+        self.is_single_text = kind == 'txt' and len(files) == 1 and not (s.split_lines or s.split_at)
+        if files:
+            unit, reader = READERS['single text' if self.is_single_text else kind]
+            self.parts, self.checksum = [(file, unit, partial(reader, file, s)) for file in files], checksum_of(files)
         else:
             self.parts, self.checksum = open_dataset(name, s)
-        if files:
-            self.checksum = checksum_of_files(files)
         if s.shuffle:
             random.Random(SHUFFLE_SEED).shuffle(self.parts)
 
-    def documents(self, state: dict | None = None) -> Iterator[tuple[dict, Document | None]]:
-        """Yield (next state, document), None for a record without text.
-
-        Continues from a next state, which is JSON, or from the start.
-        """
+    def documents(self, state: list | None = None) -> Iterator[tuple]:
+        """Yield (next state, Document, or None without text), from a state or from the start."""
         return self._shuffled(state) if self.s.shuffle else self._in_order(state)
 
-    def _in_order(self, state: dict | None) -> Iterator[tuple]:
-        """Read part after part. A state is the number of a part, and of its last record."""
-        first, n_read = (state['part'], state['record']) if state else (0, 0)
+    def _in_order(self, state: list | None) -> Iterator[tuple]:
+        """Read part after part. A state is [number of a part, its records read]."""
+        first, n_read = state or [0, 0]
         has_text, fields = state is not None, []
         for i, (part, unit, read) in enumerate(self.parts[first:], first):
             n = 0
@@ -94,7 +87,7 @@ class Source:
                     split = ('train', 'val')[n - 1] if self.is_single_text else None
                     found = document(f'{part}, {unit} {n:,}', record, split, self.s)
                     has_text, fields = has_text or found is not None, fields or [*record]
-                    yield {'part': i, 'record': n}, found
+                    yield [i, n], found
             except Exception as error:
                 raise named_error(f'{part} cannot be read after {n:,} {unit}s', error)
         if not has_text:
@@ -102,19 +95,15 @@ class Source:
                     'prepare_fineweb.py or lm_architectures.data.text.train_tokenizer') if fields else ''
             raise UserError(f'{self.name} has no text{hint}')
 
-    def _shuffled(self, state: dict | None) -> Iterator[tuple]:
-        """Read blocks of s.shuffle documents, and shuffle each with its number as seed.
-
-        A state is the start of a block and how many of its documents were read.
-        """
-        state = state or {'begin': None, 'block': 0, 'read': 0}
-        begin, block, n_read = state['begin'], state['block'], state['read']
+    def _shuffled(self, state: list | None) -> Iterator[tuple]:
+        """Shuffle blocks of documents. A state is [start of a block, its number, documents read]."""
+        begin, block, n_read = state or [None, 0, 0]
         in_order = self._in_order(begin)
         while found := [*islice(in_order, self.s.shuffle)]:
             end = found[-1][0]
             random.Random(f'{SHUFFLE_SEED} {block}').shuffle(found)
             for n in range(n_read, len(found)):
-                yield {'begin': begin, 'block': block, 'read': n + 1}, found[n][1]
+                yield [begin, block, n + 1], found[n][1]
             begin, block, n_read = end, block + 1, 0
 
 
@@ -127,8 +116,8 @@ def local_files(name: str, s: Reading) -> list[str]:
     """
     if os.path.isdir(name):
         matches = visible_files(name)
-        if s.config or 'datasets' in map(format_of, matches):  # a copy of a dataset of the hub, or saved by `datasets`
-            return []
+        if s.config or 'datasets' in map(format_of, matches):
+            return []  # a copy of a dataset on the hub, or saved with `datasets`
     elif os.path.isfile(name):
         matches = [name]
     else:
@@ -141,9 +130,9 @@ def local_files(name: str, s: Reading) -> list[str]:
     files = [file for file in found if format_of(file) != 'txt'] or found
     formats = {format_of(file) for file in files}
     if len(formats) != 1 or 'datasets' in formats:
-        raise UserError(f'{name} matches {", ".join(matches[:3])}{" ..." if matches[3:] else ""}: expected files of one '
-                        'format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet. Rename other '
-                        'plain text to .txt')
+        raise UserError(f'{name} matches {", ".join(matches[:3])}{" ..." if matches[3:] else ""}: expected files of '
+                        'one format: .jsonl or .json, .csv, .txt (each also with .gz or .zst), or .parquet. Rename '
+                        'other plain text to .txt')
     return files
 
 
@@ -157,7 +146,7 @@ def visible_files(folder: str) -> list[str]:
     return sorted(str(path) for path in found if not any(part[0] == '.' for part in path.relative_to(folder).parts))
 
 
-def checksum_of_files(files: list[str]) -> str:
+def checksum_of(files: list[str]) -> str:
     identity = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
@@ -169,7 +158,7 @@ def open_dataset(name: str, s: Reading) -> tuple[list, str]:
         if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):  # from `save_to_disk`
             saved = datasets.load_from_disk(name)
             saved = saved[s.split] if isinstance(saved, datasets.DatasetDict) else saved
-            stream, checksum = saved.with_format(None).to_iterable_dataset(), checksum_of_files(visible_files(name))
+            stream, checksum = saved.with_format(None).to_iterable_dataset(), checksum_of(visible_files(name))
         else:
             builder = datasets.load_dataset_builder(name, s.config)
             identity = [builder.hash]
@@ -177,12 +166,12 @@ def open_dataset(name: str, s: Reading) -> tuple[list, str]:
                 identity.append((str(split), *files, files.origin_metadata))  # revision on the hub, or file time
             checksum = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
             stream = builder.as_streaming_dataset(split=s.split)
-            if stream.features and hasattr(builder.config, 'columns'):  # parquet: other columns may differ between files
+            if stream.features and hasattr(builder.config, 'columns'):  # parquet: others may differ between files
                 builder.config.columns = fields_to_read(name, [*stream.features], s)
                 stream = builder.as_streaming_dataset(split=s.split)
     except Exception as error:  # for example: no such dataset or split, no network, a damaged file
         raise named_error(f'{name} could not be opened', error)
-    return [(f'{name}, file {i + 1}', 'row', partial(dataset_records, name, stream, i, s))
+    return [(f'{name}, part {i + 1}', 'row', partial(dataset_records, name, s, stream, i))
             for i in range(stream.num_shards)], checksum
 
 
@@ -197,10 +186,7 @@ def named_error(what: str, error: Exception) -> UserError:
 # ---- a reader for each format: yields (number of its last line or row, record) from the start ----
 
 def json_records(file: str, s: Reading) -> Iterator[tuple]:
-    """Read a record per line, or per item of the list in a .json file.
-
-    A record may take several lines: from { alone to } with the same indentation.
-    """
+    """Read a record per line, per lines from { alone to } as far indented, or per item of a list."""
     with open_bytes(file) as lines:
         if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(BLANK).startswith(b'['):
             yield from enumerate(json.load(lines), 1)
@@ -263,15 +249,15 @@ def parquet_records(file: str, s: Reading) -> Iterator[tuple]:
         yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)
 
 
-def dataset_records(name: str, stream, i: int, s: Reading) -> Iterator[tuple]:
-    """Read file i of a dataset."""
+def dataset_records(name: str, s: Reading, stream, i: int) -> Iterator[tuple]:
+    """Read shard i of a dataset of the library `datasets`."""
     tables = stream.shard(stream.num_shards, i).with_format('arrow').iter(BATCH)
-    tables = (table.select(fields_to_read(name, table.column_names, s)) for table in tables)
-    yield from enumerate((record for table in tables for record in table.to_pylist()), 1)
+    found = (table.select(fields_to_read(name, table.column_names, s)) for table in tables)
+    yield from enumerate((record for table in found for record in table.to_pylist()), 1)
 
 
-READERS = {'json': ('line', json_records), 'csv': ('row', csv_records), 'txt': ('line', text_records),
-           'parquet': ('row', parquet_records)}
+READERS = {'json': ('line', json_records), 'csv': ('row', csv_records), 'parquet': ('row', parquet_records),
+           'txt': ('line', text_records), 'single text': ('line', partial(text_records, tail=TAIL))}
 
 
 def open_bytes(file: str) -> io.BufferedIOBase:

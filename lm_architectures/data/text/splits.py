@@ -21,7 +21,7 @@ def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha
     return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
 
 
-def split_documents(source, val_fraction: float, by_text: bool, state: dict | None = None) -> Iterator[tuple]:
+def split_documents(source, val_fraction: float, by_text: bool, state: list | None = None) -> Iterator[tuple]:
     """Yield (next state, (split, text) or None) of a Source. by_text: hash the text, not the id."""
     for next_state, found in source.documents(state):
         if found is None:

@@ -1,4 +1,4 @@
-"""Tokenizers of other libraries: tiktoken's GPT-2, tokenizer.json, SentencePiece."""
+"""Tokenizers of other libraries, as the fields of a `Tokenizer`: GPT-2's, tokenizer.json, SentencePiece."""
 import json
 import re
 from functools import partial
@@ -12,14 +12,6 @@ GPT2_SHA256 = ('1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
                '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783')
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]')
 EOS_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '[EOS]')
-
-
-def read_tokenizer(name: str, eos_token: str | None = None) -> dict:
-    """Return the fields of a `Tokenizer` for 'gpt2' or a path: see `load_tokenizer`."""
-    path = Path(name)
-    if name == 'gpt2' or path.is_dir():
-        return gpt2(name)
-    return sentence_piece(path) if path.suffix == '.model' else huggingface(path, eos_token)
 
 
 def special_tokens(path: Path) -> dict[str, str]:

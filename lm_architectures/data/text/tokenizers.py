@@ -50,8 +50,12 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
         from lm_architectures.data.generated import symbol_tokenizer
         tokenizer = Tokenizer(name, **symbol_tokenizer(name))
     elif name == 'gpt2' or path.exists():
-        from lm_architectures.data.text.tokenizer_files import read_tokenizer
-        tokenizer = Tokenizer(name, **read_tokenizer(name, eos_token))
+        from lm_architectures.data.text.tokenizer_files import gpt2, huggingface, sentence_piece
+        if name == 'gpt2' or path.is_dir():
+            tokenizer = Tokenizer(name, **gpt2(name))
+        else:
+            found = sentence_piece(path) if path.suffix == '.model' else huggingface(path, eos_token)
+            tokenizer = Tokenizer(name, **found)
     else:
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
@@ -78,20 +82,18 @@ def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
 
     Names that are not paths are returned unchanged. tokenizer_config.json records eos_token.
     """
-    path, own_name, files = Path(name), 'gpt2_vocabulary', ['encoder.json', 'vocab.bpe']
-    if tokenizer_digest(name) == name:  # not a path, even if there is such a file
+    path, folder = Path(name), Path(folder)
+    if tokenizer_digest(name) in (name, None):  # not a path, even if there is such a file; or missing
         return name
-    if path.is_file():
-        own_name, files = ('tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'), ['']
-        from lm_architectures.data.text.tokenizer_files import special_tokens
-        config = special_tokens(path)
-        write_json(Path(folder) / 'tokenizer_config.json', config | ({'eos_token': eos_token} if eos_token else {}))
-    elif not (path / files[0]).is_file():
-        return name
-    for file in files:
-        target = Path(folder) / own_name / file
-        target.parent.mkdir(exist_ok=True)
-        write_file(target, (path / file).read_bytes())
+    if path.is_dir():
+        (folder / 'gpt2_vocabulary').mkdir(exist_ok=True)
+        for file in ('encoder.json', 'vocab.bpe'):
+            write_file(folder / 'gpt2_vocabulary' / file, (path / file).read_bytes())
+        return 'gpt2_vocabulary'
+    from lm_architectures.data.text.tokenizer_files import special_tokens
+    write_json(folder / 'tokenizer_config.json', special_tokens(path) | ({'eos_token': eos_token} if eos_token else {}))
+    own_name = 'tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'
+    write_file(folder / own_name, path.read_bytes())
     return own_name
 
 

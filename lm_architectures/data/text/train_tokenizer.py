@@ -1,6 +1,6 @@
 """Train a byte-level BPE tokenizer.
 
-    python -m lm_architectures.data.text.train_tokenizer 'texts/*.txt' --vocab_size=16000 --out=bpe16k.json
+    python -m lm_architectures.data.text.train_tokenizer 'texts/*.txt' --vocab_size=16000
 
 Texts are .txt files or records with a field `text` (--text_field). --split_at='<|endoftext|>' keeps
 that marker of a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=bpe16k.json.
@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> None:
         s, names, _ = load_settings(Settings, argv)
         check_ranges(s, vocab_size=(257, 10 ** 6))
         if not names:
-            raise UserError("no texts given. Usage: python -m lm_architectures.data.text.train_tokenizer 'texts/*.txt' --vocab_size=16000")
+            raise UserError('no texts given. Usage: python -m lm_architectures.data.text.train_tokenizer '
+                            "'texts/*.txt' --vocab_size=16000")
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
         reading = Reading(id_field=None, text_field=s.text_field, split_at=s.split_at)

@@ -25,7 +25,7 @@ class ShardWriter:
 
     def __init__(self, folder, tokenizer, shard_tokens, splits=None):
         self.folder, self.tokenizer, self.shard_tokens = Path(folder), tokenizer, shard_tokens
-        self.dtype = dtype_of(tokenizer)
+        self.dtype = 'uint16' if tokenizer.n_ids <= 2 ** 16 else 'uint32'
         self.splits = {} if splits is None else splits
         self.files = {}  # {split: open file of its current shard}
         for split, info in self.splits.items():
@@ -107,17 +107,13 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def dtype_of(tokenizer: Tokenizer) -> str:
-    return 'uint16' if tokenizer.n_ids <= 2 ** 16 else 'uint32'
-
-
 # ---- documents ----
 
 def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Return the ids of a document with eos, and bos if the tokenizer was loaded with it."""
     pieces = encoded_pieces(tokenizer.encode_plain or tokenizer.encode, text)
     parts = chain([tokenizer.start], pieces, [[tokenizer.eos_id]])
-    return np.concatenate([np.asarray(ids, dtype_of(tokenizer)) for ids in parts])
+    return np.concatenate([np.asarray(ids, np.uint32) for ids in parts])
 
 
 def encoded_pieces(encode: Callable, text: str) -> Iterator:

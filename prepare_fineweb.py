@@ -25,19 +25,9 @@ from pathlib import Path
 from lm_architectures.data.text.shards import BUILT
 from lm_architectures.data.text.sources import Reading, Source
 from lm_architectures.data.text.splits import fitting_split, split_documents
-from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_digest
 from lm_architectures.data.text.writing import ShardWriter, document_ids
-from lm_architectures.files import (
-    ROOT,
-    UserError,
-    command,
-    friendly_errors,
-    locked,
-    read_json,
-    remove,
-    sha256,
-    write_json,
-)
+from lm_architectures.files import ROOT, UserError, command, friendly_errors, locked, read_json, remove, write_json
 from lm_architectures.machine.devices import omp_threads, usable_cores
 from lm_architectures.settings import check_ranges, load_settings
 
@@ -153,7 +143,7 @@ def prepare(name: str, s: Settings) -> None:
         source = Source(name, s)
         progress = unfinished(folder, {
             'source': name, **dataclasses.asdict(s), 'source_checksum': source.checksum,
-            'tokenizer_checksum': sha256(tokenizer.name) if os.path.isfile(tokenizer.name) else None})
+            'tokenizer_checksum': tokenizer_digest(tokenizer.name)})
         if not progress['fitting_split']:
             progress['fitting_split'] = fitting_split(source, s.max_tokens)
         writer = ShardWriter(folder, tokenizer, s.shard_tokens, progress['splits'])

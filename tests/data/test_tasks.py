@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_sentence, run, succeeded
+from conftest import assert_sentence, eval_lines, run, succeeded
 
 from lm_architectures.data import MissingData, generated, open_data
 from lm_architectures.data.__main__ import main as print_row
@@ -429,3 +429,13 @@ def test_scores_are_logged_and_eval_and_sample_support_tasks(tmp_path):
     assert sampled.returncode == 0 and sampled.stdout.startswith('v3 = A v0 = B v8 = C || Q A '), sampled.stderr
     assert_sentence(run('sample.py', out, 'v3 = Z', '--max_new_tokens=1'),
                     "unknown symbol 'Z' in pointer_chasing:hops=2,keys=3,values=10")
+
+
+@pytest.mark.slow
+def test_a5_trains_on_short_words_and_is_evaluated_on_long_ones(tmp_path):
+    out = tmp_path / 'a5'
+    result = succeeded(run(*TRAIN, '--model=nextlat', '--lambda_kl=0', '--data=a5:length=4,val_rows=20',
+                           '--block_size=4', '--mask_documents=False', f'--max_tokens={8 * 8 * 4}', f'--out_dir={out}'))
+    assert 'a sample' in result.stdout
+    succeeded(run('eval.py', out, '--val', '--data=a5:length=9,val_rows=20', '--dtype=float32'))
+    assert {'accuracy_9', 'rnn_accuracy_9'} <= eval_lines(out)[-1]['results']['val'].keys()

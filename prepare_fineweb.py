@@ -1,9 +1,8 @@
 """Tokenize a Hugging Face dataset or local files into the shards that train.py reads.
 
     python prepare_fineweb.py --max_tokens=51e9                     FineWeb-Edu, for all SPS runs
-    python prepare_fineweb.py --max_tokens=2e9 --out_dir=data/built/fw2b
-    python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json
-    python train.py config/standard_xs.py --data=data/built/fw2b
+    python prepare_fineweb.py 'texts/*.jsonl.gz' --tokenizer=tokenizer.json --out_dir=data/built/own
+    python train.py config/standard_xs.py --data=data/built/own
 
 Rerun the same command to continue after an interruption. See docs/data.md.
 """

@@ -6,9 +6,8 @@ A row is the numbers, the target, pause tokens and the equations in the order th
 
     14,83,88,91,23 | | | | | | | | 83-14=69,91-88=3,69/3=23
 
-Each equation replaces two of the remaining numbers by its result. Tokens are the
-integers 1 to 10,000 and | + - * / =. The prompt, through the last |, is not in the loss.
-Inferred: a token for =, which is not in the paper's list.
+Each equation replaces two of the remaining numbers by its result. Tokens are the integers 1 to
+10,000 and | + - * / = (the last is inferred). The prompt, through the last |, does not count.
 
 As in "Stream of Search" (Gandhi et al.), numbers and target are drawn until solvable, and the
 solution is the first found by depth-first search. It tries pairs in order, and a + b, a * b, larger
@@ -69,18 +68,17 @@ class Task:
         return (idx == self.pause).cumsum(1) == self.pauses
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return fractions: 'solved' by greedy decoding; 'valid_i': equation i of 3 is true.
+        """Return the fractions 'solved' and 'valid_1' to 'valid_3' of greedy answers: see `marks`."""
+        prompts = idx[:, :self.prompt_tokens].tolist()
+        marks = np.array([*map(self.marks, prompts, greedy_answers(model, prompts, 15, batch_size))])
+        return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
+
+    def marks(self, prompt, answer) -> tuple[bool, ...]:
+        """Return four bools for prompt ids and 15 answer ids: solved; equation 1, 2, 3 is true.
 
         An equation is true if both sides are equal, with any numbers. A problem is solved
         if all are true, each takes two of the remaining numbers, and the last gives the target.
         """
-        prompts = idx[:, :self.prompt_tokens].tolist()
-        answers = greedy_answers(model, prompts, 15, batch_size)
-        marks = np.array([self.marks(prompt, answer) for prompt, answer in zip(prompts, answers)])
-        return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
-
-    def marks(self, prompt, answer) -> tuple[bool, ...]:
-        """Return four bools for prompt ids and 15 answer ids: solved; equation 1, 2, 3 is true."""
         left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
         equations = [self.parse_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
         if None not in equations:

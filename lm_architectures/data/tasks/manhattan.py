@@ -3,14 +3,11 @@
     python train.py --data=manhattan:grid=10 --block_size=256 ...               options: see Task
     python train.py --data=manhattan:edges=FILE.json --block_size=256 ...       a city of your own
 
-A walk is written as start, destination, turns and the end of text:
-
-    0_0 3_2 E E E N N
-
-A row is a sequence of walks, the last one cut off. `--mask_documents=True`, the default, separates
-them. Start and destination do not count, because they cannot be predicted. Walks have 1 to 100
-steps, uniformly (inferred from the paper's counts of walks and tokens). About one in twenty pairs
-of start and destination is in no row; the score `valid` tests paths between these.
+A walk is start, destination, turns and the end of text, such as 0_0 3_2 E E E N N. A row is a
+sequence of walks, the last one cut off. `--mask_documents=True`, the default, separates them. Start
+and destination do not count, because they cannot be predicted. Walks have 1 to 100 steps, uniformly
+(inferred from the paper's counts of walks and tokens). About one in twenty pairs of start and
+destination is in no row; the score `valid` tests paths between these.
 
 A city file is {"edges": [[node, direction, neighbor], ...]}: nodes are numbers or words,
 directions words such as NE, and a node has at most one edge per direction. docs/data.md tells how
@@ -102,11 +99,11 @@ class Task:
         A turn is legal if the street exists, the end if it is at the destination. Paths between
         held-out pairs are decoded greedily, and valid if all turns and the end are legal.
         """
-        tokens = greedy_tokens(model, idx, device, batch_size)
+        tokens, pairs = greedy_tokens(model, idx, device, batch_size), self.held_out_pairs
         is_legal = torch.tensor([*map(self.legal, idx.tolist(), tokens.tolist())])[targets >= 0]
-        prompts = [[self.first_node + node for node in pair] for pair in self.held_out_pairs]
+        prompts = (self.first_node + np.array(pairs)).tolist()
         ways = greedy_answers(model, prompts, self.steps + 1, batch_size, eos_id=self.end)
-        valid = [self.is_valid(*pair, way) for pair, way in zip(self.held_out_pairs, ways)]
+        valid = [self.is_valid(*pair, way) for pair, way in zip(pairs, ways)]
         return {'next_token': is_legal.double().mean().item(), 'valid': float(np.mean(valid))}
 
     def legal(self, ids: list[int], tokens: list[int]) -> list[bool]:

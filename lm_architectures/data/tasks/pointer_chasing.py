@@ -62,7 +62,7 @@ class Task:
         Key k of level 0 has value base[k]; key k of level l points to key maps[l - 1, k] one level
         below.
         """
-        keys = self.first_key + np.arange((self.hops + 1) * self.keys).reshape(-1, self.keys)
+        keys = self.first_key + np.arange((self.hops + 1) * self.keys).reshape(-1, self.keys)  # (level, key)
         equals, query, separator = [EQUALS] * self.keys, [QUERY] * self.keys, [self.separator]
         left = answers = FIRST_VALUE + np.asarray(base)  # what each key of a level maps to, and its value
         parts = []

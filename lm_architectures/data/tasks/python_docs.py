@@ -12,16 +12,17 @@ from lm_architectures.data.text.splits import split_of
 from lm_architectures.files import without_surrogates
 
 SKIPPED_FOLDERS = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
+WITH_DOCSTRING = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 MIN_CHARACTERS = 80  # shorter docstrings only repeat the function name
 
 
 def documents():
-    """Yield (split, text), deduplicated, in a fixed order; a hash of the text chooses the split."""
-    for text in dict.fromkeys(texts()):
-        yield split_of(text), text
+    """Return [(split, text)], deduplicated, in a fixed order; a hash of the text chooses the split."""
+    return [(split_of(text), text) for text in dict.fromkeys(texts())]
 
 
 def texts():
+    """Yield the help topics, and for each module its docstrings, in file order."""
     from pydoc_data.topics import topics
     yield from (topics[name] for name in sorted(topics))
     library = Path(sysconfig.get_paths()['stdlib'])
@@ -32,14 +33,7 @@ def texts():
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # broken on purpose, for tests
             continue
-        text = '\n\n'.join(doc for doc in docstrings(tree) if len(doc) >= MIN_CHARACTERS)
-        if text:
+        nodes = [node for node in ast.walk(tree) if isinstance(node, WITH_DOCSTRING)]
+        docs = [ast.get_docstring(node) or '' for node in sorted(nodes, key=lambda node: getattr(node, 'lineno', 0))]
+        if text := '\n\n'.join(doc for doc in docs if len(doc) >= MIN_CHARACTERS):
             yield without_surrogates(text)
-
-
-def docstrings(node):
-    """Yield the docstrings of a module, class or function and everything inside, in file order."""
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield ast.get_docstring(node) or ''
-    for child in ast.iter_child_nodes(node):
-        yield from docstrings(child)

@@ -53,15 +53,16 @@ class Data:
         if self.tokenizer not in ('byte', 'gpt2'):  # a file or folder next to meta.json
             self.tokenizer = str((self.folder / self.tokenizer).resolve())
         self.splits, self.dtype = meta['splits'], np.dtype(meta['dtype'])
-        self.starts = {}  # {split: each shard's start, then the total}
-        for split in ('train', 'val'):
-            shards = self.splits[split]['shards']
-            self.starts[split] = [0, *itertools.accumulate(shard['tokens'] for shard in shards)]
-            for shard in shards:
-                path, size = self.folder / shard['file'], shard['tokens'] * self.dtype.itemsize
-                have = f'has {path.stat().st_size} bytes' if path.is_file() else 'is missing'
-                if have != f'has {size} bytes':
-                    raise UserError(f'{path} {have}, expected {size} bytes: copy or build the data again')
+        self.starts = {split: [0, *itertools.accumulate(shard['tokens'] for shard in self.splits[split]['shards'])]
+                       for split in ('train', 'val')}  # each shard's start, then the total
+        for path, shard in self._shards():
+            size = shard['tokens'] * self.dtype.itemsize
+            have = f'has {path.stat().st_size} bytes' if path.is_file() else 'is missing'
+            if have != f'has {size} bytes':
+                raise UserError(f'{path} {have}, expected {size} bytes: copy or build the data again')
+
+    def _shards(self) -> list[tuple]:
+        return [(self.folder / shard['file'], shard) for split in self.starts for shard in self.splits[split]['shards']]
 
     @property
     def sha256(self) -> str:
@@ -70,11 +71,9 @@ class Data:
 
     def verify(self) -> None:
         """Read every shard and compare its SHA-256 with meta.json."""
-        for split in ('train', 'val'):
-            for shard in self.splits[split]['shards']:
-                path = self.folder / shard['file']
-                if sha256(path) != shard['sha256']:
-                    raise UserError(f'{path} does not match its checksum in meta.json: copy or build the data again')
+        for path, shard in self._shards():
+            if sha256(path) != shard['sha256']:
+                raise UserError(f'{path} does not match its checksum in meta.json: copy or build the data again')
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """Return `count` token ids of a split from position `start`, across shards: int64."""

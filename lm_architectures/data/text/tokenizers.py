@@ -45,7 +45,9 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
     """
     name, path = str(name), Path(name)
     if name == 'byte':
-        tokenizer = byte_tokenizer()
+        tokenizer = Tokenizer(name, 257, 256, encode=lambda text: list(text.encode()),
+                              encode_plain=lambda text: np.frombuffer(text.encode(), np.uint8),
+                              token_bytes=lambda i: bytes([i]) if i < 256 else b'')
     elif task_class(name):
         from lm_architectures.data.generated import symbol_tokenizer
         tokenizer = Tokenizer(name, **symbol_tokenizer(name))
@@ -95,13 +97,6 @@ def copy_tokenizer(folder, name: str, eos_token: str | None = None) -> str:
     own_name = 'tokenizer.model' if path.suffix == '.model' else 'tokenizer.json'
     write_file(folder / own_name, path.read_bytes())
     return own_name
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Return the byte tokenizer: 256 bytes, then eos."""
-    return Tokenizer('byte', 257, 256, encode=lambda text: list(text.encode()),
-                     encode_plain=lambda text: np.frombuffer(text.encode(), np.uint8),
-                     token_bytes=lambda i: bytes([i]) if i < 256 else b'')
 
 
 def padded_vocab(n_ids: int) -> int:

@@ -52,7 +52,7 @@ class Settings(Reading):
 # ---- encoding in threads ----
 
 def encoded(tokenizer: Tokenizer, documents: Iterator[tuple], workers: int) -> Iterator[tuple]:
-    """Yield (next state, [(split, ids, bytes of the text) or None]) in order.
+    """Yield (next state, [[(split, ids, bytes of the text)]]) in order.
 
     The libraries encode in parallel, because they release Python's lock meanwhile.
     """
@@ -70,11 +70,11 @@ def encoded(tokenizer: Tokenizer, documents: Iterator[tuple], workers: int) -> I
 
 
 def batches(documents: Iterator[tuple]) -> Iterator[tuple]:
-    """Group (next state, (split, text) or None) to (next state, list)."""
+    """Group (next state, [(split, text)]) of records to (next state, list of records)."""
     batch, n_characters, state = [], 0, None
     for state, found in documents:
         batch.append(found)
-        n_characters += len(found[1]) if found else 0
+        n_characters += sum(len(text) for _, text in found)
         if len(batch) == BATCH or n_characters >= BATCH_CHARACTERS:
             yield state, batch
             batch, n_characters = [], 0
@@ -82,8 +82,8 @@ def batches(documents: Iterator[tuple]) -> Iterator[tuple]:
         yield state, batch
 
 
-def encode(tokenizer: Tokenizer, batch: list[tuple | None]) -> list[tuple | None]:
-    return [found and (found[0], document_ids(tokenizer, found[1]), len(found[1].encode())) for found in batch]
+def encode(tokenizer: Tokenizer, batch: list[list]) -> list[list]:
+    return [[(split, document_ids(tokenizer, text), len(text.encode())) for split, text in found] for found in batch]
 
 
 # ---- progress that survives a kill ----
@@ -180,12 +180,11 @@ def fill(writer: ShardWriter, batches: Iterator[tuple], max_tokens: int | None, 
     begin, start, last = writer.n_tokens, time.time(), time.time()
     for state, batch in batches:
         is_full = False
-        for document in batch:
+        for found in batch:
             if max_tokens is not None and writer.n_tokens >= max_tokens:
                 return
-            if document is None:
-                progress['left_out'] += 1
-            else:
+            progress['left_out'] += not found
+            for document in found:
                 is_full |= writer.add(*document)
         if is_full:
             progress['state'] = state

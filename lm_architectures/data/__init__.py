@@ -36,7 +36,7 @@ def open_data(name):
             f"no data at {name or 'an empty name'}: expected a .txt, .jsonl, .csv or .parquet file, a folder of such "
             f'files or with meta.json, or built-in data ({", ".join(builtin_data())}). prepare_fineweb.py reads more')
     source = Source(name, Reading(id_field=None, val_fraction=VAL_FRACTION))
-    documents = lambda: (found for _, found in split_documents(source, *fitting_split(source)) if found)
+    documents = lambda: (found for _, group in split_documents(source, *fitting_split(source)) for found in group)
     return built(BUILT / f'{Path(name).resolve().name}-{source.checksum[:12]}', documents)
 
 

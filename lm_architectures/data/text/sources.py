@@ -20,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lm_architectures.data.text.splits import TAIL
 from lm_architectures.files import UserError, warn_once, without_surrogates
 
 FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
@@ -46,7 +45,6 @@ class Reading:
 
 
 class Document(NamedTuple):
-    split: str | None  # 'train' or 'val' for the two parts of a single text; None: the hash of `key` chooses
     key: str  # the id, or the text if there is none
     text: str
 
@@ -60,10 +58,8 @@ class Source:
 
     def __init__(self, name: str, s: Reading):
         self.name, self.s, files = name, s, local_files(name, s)
-        kind = format_of(files[0]) if files else None
-        self.is_single_text = kind == 'txt' and len(files) == 1 and not (s.split_lines or s.split_at)
         if files:
-            unit, reader = READERS['single text' if self.is_single_text else kind]
+            unit, reader = READERS[format_of(files[0])]
             self.parts, self.checksum = [(file, unit, partial(reader, file, s)) for file in files], checksum_of(files)
         else:
             self.parts, self.checksum = open_dataset(name, s)
@@ -84,8 +80,7 @@ class Source:
                 for n, record in read():
                     if i == first and n <= n_read:
                         continue
-                    split = ('train', 'val')[n - 1] if self.is_single_text else None
-                    found = document(f'{part}, {unit} {n:,}', record, split, self.s)
+                    found = document(f'{part}, {unit} {n:,}', record, self.s)
                     has_text, fields = has_text or found is not None, fields or [*record]
                     yield [i, n], found
             except Exception as error:
@@ -96,7 +91,7 @@ class Source:
             raise UserError(f'{self.name} has no text{hint}')
 
     def _shuffled(self, state: list | None) -> Iterator[tuple]:
-        """Shuffle blocks of documents. A state is [start of a block, its number, documents read]."""
+        """Shuffle blocks of documents. A state is [start of a block, its number, what was read]."""
         begin, block, n_read = state or [None, 0, 0]
         in_order = self._in_order(begin)
         while found := [*islice(in_order, self.s.shuffle)]:
@@ -186,7 +181,7 @@ def named_error(what: str, error: Exception) -> UserError:
 # ---- a reader for each format: yields (number of its last line or row, record) from the start ----
 
 def json_records(file: str, s: Reading) -> Iterator[tuple]:
-    """Read a record per line, per lines from { alone to } as far indented, or per item of a list."""
+    """Read a record per line, per lines from { alone to } so indented, or per item of a list."""
     with open_bytes(file) as lines:
         if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(BLANK).startswith(b'['):
             yield from enumerate(json.load(lines), 1)
@@ -212,15 +207,10 @@ def csv_records(file: str, s: Reading) -> Iterator[tuple]:
             yield n, {field: row[field] or None for field in fields}
 
 
-def text_records(file: str, s: Reading, tail: float = 0) -> Iterator[tuple]:
-    """Read a record per file, per line or part between markers, or for a text and its tail."""
+def text_records(file: str, s: Reading) -> Iterator[tuple]:
+    """Read a record per file, or per line or part between markers."""
     with open_text(file) as lines:
-        if s.split_lines or s.split_at:
-            parts = split_at_marker(lines, s.split_at or '\n')
-        else:
-            text = lines.read()
-            cut = int(len(text) * (1 - tail))
-            parts = text[:cut], text[cut:]
+        parts = split_at_marker(lines, s.split_at or '\n') if s.split_lines or s.split_at else [lines.read()]
         for n, part in enumerate(parts, 1):
             for marker in MARKERS:
                 if marker in part:
@@ -256,8 +246,8 @@ def dataset_records(name: str, s: Reading, stream, i: int) -> Iterator[tuple]:
     yield from enumerate((record for table in found for record in table.to_pylist()), 1)
 
 
-READERS = {'json': ('line', json_records), 'csv': ('row', csv_records), 'parquet': ('row', parquet_records),
-           'txt': ('line', text_records), 'single text': ('line', partial(text_records, tail=TAIL))}
+READERS = {'json': ('line', json_records), 'csv': ('row', csv_records), 'txt': ('line', text_records),
+           'parquet': ('row', parquet_records)}
 
 
 def open_bytes(file: str) -> io.BufferedIOBase:
@@ -275,7 +265,7 @@ def open_text(file: str, newline: str | None = None) -> io.TextIOWrapper:
 
 # ---- documents ----
 
-def document(place: str, record, split: str | None, s: Reading) -> Document | None:
+def document(place: str, record, s: Reading) -> Document | None:
     """Return the document of a record, None if it has no text. UserError for other types."""
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
@@ -287,7 +277,7 @@ def document(place: str, record, split: str | None, s: Reading) -> Document | No
     if not isinstance(text, str):
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field of '
                         'prepare_fineweb.py')
-    return Document(split, without_surrogates(text if key is None else str(key)), without_surrogates(text))
+    return Document(without_surrogates(text if key is None else str(key)), without_surrogates(text))
 
 
 def fields_to_read(place: str, names: list[str], s: Reading) -> list[str]:

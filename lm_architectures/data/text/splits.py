@@ -21,45 +21,53 @@ def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha
     return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
 
 
-def split_documents(source, val_fraction: float, by_text: bool, state: list | None = None) -> Iterator[tuple]:
-    """Yield (next state, (split, text) or None) of a Source. by_text: hash the text, not the id."""
+def split_documents(source, val_fraction: float, by: str, state: list | None = None) -> Iterator[tuple]:
+    """Yield (next state, [(split, text)]) of a Source, [] for a record without text.
+
+    by: 'id', 'text', whose hash decides, or 'tail': the end of the only text is validation data.
+    """
     for next_state, found in source.documents(state):
         if found is None:
-            yield next_state, None
+            yield next_state, []
+        elif by == 'tail':
+            cut = int(len(found.text) * (1 - TAIL))
+            yield next_state, [('train', found.text[:cut]), ('val', found.text[cut:])]
         else:
-            split = split_of(found.text if by_text else found.key, val_fraction, source.s.val_hash)
-            yield next_state, (found.split or split, found.text)
+            split = split_of(found.text if by == 'text' else found.key, val_fraction, source.s.val_hash)
+            yield next_state, [(split, found.text)]
 
 
-def fitting_split(source, max_tokens: int | None = None) -> tuple[float, bool]:
-    """Return (val_fraction, by_text) for `split_documents`, and print changes from the settings.
+def fitting_split(source, max_tokens: int | None = None) -> tuple[float, str]:
+    """Return (val_fraction, by) for `split_documents`, and print changes from the settings.
 
     Raises val_fraction to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
-    by_text: True if all documents have one id. Stops reading after enough documents or max_tokens
-    bytes, because a document rarely has more tokens than bytes.
+    Splits by text if all ids are equal. Stops reading after enough documents or max_tokens bytes,
+    because a document rarely has more tokens than bytes.
     """
     s, ids, texts, n_val, n_bytes = source.s, [], [], 0, 0  # the hashes of all ids, and of all texts
     for found in (found for _, found in source.documents() if found):
-        if found.split:
-            print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
-            return s.val_fraction, False
         ids.append(hash_fraction(found.key, s.val_hash))
         texts.append(hash_fraction(found.text, s.val_hash))
         n_val += ids[-1] < s.val_fraction
         n_bytes += len(found.text.encode()) + 1
-        if (n_val >= MIN_VAL_DOCUMENTS and ids[-1] != ids[0]) or (max_tokens and n_bytes >= max_tokens):
+        is_read = max_tokens and n_bytes >= max_tokens and len(ids) > 1
+        if is_read or n_val >= MIN_VAL_DOCUMENTS and ids[-1] != ids[0]:
             break
+    else:
+        if len(ids) == 1:
+            print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
+            return s.val_fraction, 'tail'
     n, n_ids = len(ids), len(set(ids))
-    by_text = n_ids == 1 < n and texts != ids
+    by = 'text' if n_ids == 1 < n else 'id'
     if n_ids < n and texts != ids:
-        remedy = ('splitting by text instead' if by_text else
+        remedy = ('splitting by text instead' if by == 'text' else
                   'documents with the same id are in the same split (--id_field=None: split by text)')
         print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; {remedy}', flush=True)
-    hashes = sorted(texts if by_text else ids)
+    hashes = sorted(texts if by == 'text' else ids)
     n_val, enough = bisect.bisect_left(hashes, s.val_fraction), min(MIN_VAL_DOCUMENTS, max(1, n // 20))
     if n_val >= enough:
-        return s.val_fraction, by_text
+        return s.val_fraction, by
     val_fraction = math.nextafter(hashes[enough - 1], 1)
     print(f'val_fraction = {s.val_fraction:g} leaves {n_val} of {n:,} documents for validation: raised to '
           f'{val_fraction:.2g}, which leaves {bisect.bisect_left(hashes, val_fraction):,}', flush=True)
-    return val_fraction, by_text
+    return val_fraction, by

@@ -1,4 +1,4 @@
-"""Tokenizers of other libraries, as the fields of a `Tokenizer`: GPT-2's, tokenizer.json, SentencePiece."""
+"""Tokenizers of other libraries: GPT-2's, tokenizer.json, SentencePiece."""
 import json
 import re
 from functools import partial

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from types import SimpleNamespace
 
 import filelock
 import numpy as np
@@ -19,7 +18,6 @@ from lm_architectures.data.text.shards import Data, epoch_keys, shuffled
 from lm_architectures.data.text.splits import split_of
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.files import UserError
-from lm_architectures.score.validation import validation_loss
 
 
 def test_padded_vocabulary_leaves_a_free_row():
@@ -87,39 +85,6 @@ def test_validation_windows_are_random_with_a_seed_and_in_order_without(tiny_dat
     assert in_order.flatten().tolist() == whole[:3 * T].tolist()
 
 
-@pytest.mark.parametrize('n_tokens, seed, n', [(320, 42, 10), (320, None, 10), (0, None, 1)])
-def test_validation_reads_eval_tokens(tiny_data, n_tokens, seed, n):
-    d, T, seen = Data(tiny_data), 32, []
-
-    def model(idx, targets):
-        seen.extend(idx.tolist())
-        mean = idx.double().mean()
-        return {'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean}
-    model.config = SimpleNamespace(eos_id=None)
-    parts, n_counted = validation_loss(model, d, T, n_tokens, seed, 3, 'cpu')
-    assert seen == d.val_batch(range(n), T, seed)[0].tolist() and n_counted == n * T
-    mean = np.mean(seen)
-    assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
-
-
-@pytest.mark.parametrize('eos_id', [None, 256])
-@pytest.mark.parametrize('n_tokens', [None, 10 ** 5])
-def test_validation_loss_of_the_whole_split_does_not_depend_on_block_size(tiny_data, eos_id, n_tokens):
-    """A bigram model must have one loss, because its predictions do not depend on the window."""
-    d, table = Data(tiny_data), torch.randn(257, 257).log_softmax(1)
-
-    def model(idx, targets):
-        is_counted = (targets >= 0) & (idx != (eos_id or -1))
-        return {'nll': -table[idx, targets][is_counted].mean()}
-    model.config = SimpleNamespace(eos_id=eos_id)
-    whole = torch.from_numpy(shard_ids(tiny_data, 'val').astype(np.int64))
-    pairs = [(a, b) for a, b in whole.unfold(0, 2, 1).tolist() if a != eos_id]
-    want = -sum(table[a, b].item() for a, b in pairs) / len(pairs)
-    for T, batch_size in ((1, 500), (7, 3), (32, 20), (1000, 2)):
-        parts, n_counted = validation_loss(model, d, T, n_tokens, 42, batch_size, 'cpu')
-        assert n_counted == len(pairs) and parts['nll'] == pytest.approx(want, rel=1e-5)
-
-
 @pytest.mark.slow
 def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path):
     """Another process builds the same in the folder that BUILT_DATA names."""
@@ -155,17 +120,18 @@ def copy(tiny_data, tmp_path):
     return shutil.copytree(tiny_data, tmp_path / 'copy')
 
 
-@pytest.mark.parametrize('content, read, sentence', [
-    (b'short', Data, '{shard} has 5 bytes, expected'), (None, Data, '{shard} is missing'),
-    (b'\xff' * 20_000, lambda folder: Data(folder).tokens('train', 0, 10000), 'contains id 65535, but its tokenizer')])
-def test_a_damaged_shard_gives_a_clear_error(copy, content, read, sentence):
-    shard = copy / 'train_00001.bin'
+@pytest.mark.parametrize('content, is_open, sentence', [
+    (b'short', False, '{shard} has 5 bytes, expected'), (None, False, '{shard} is missing'),
+    (b'short', True, '{shard} was cut while it was in use'),
+    (b'\xff' * 20_000, False, 'contains id 65535, but its tokenizer')])
+def test_a_damaged_shard_gives_a_clear_error(copy, content, is_open, sentence):
+    shard, d = copy / 'train_00001.bin', Data(copy)
     size = shard.stat().st_size
     shard.unlink()
     if content:
         shard.write_bytes(content[:size])
     with pytest.raises(UserError, match=re.escape(sentence.format(shard=shard))):
-        read(copy)
+        (d if is_open else Data(copy)).tokens('train', 0, d.splits['train']['tokens'])
 
 
 def test_verify_finds_a_flipped_bit_in_a_shard(copy):
@@ -176,13 +142,6 @@ def test_verify_finds_a_flipped_bit_in_a_shard(copy):
                 Data(copy).verify()
                 raise AssertionError(f'{place} was not detected')
     Data(copy).verify()
-
-
-def test_a_shard_that_is_cut_while_it_is_read_is_named(copy):
-    d = Data(copy)
-    (copy / 'train_00001.bin').write_bytes(b'short')
-    with pytest.raises(UserError, match='train_00001.bin was cut while it was in use'):
-        d.tokens('train', 0, d.splits['train']['tokens'])
 
 
 def test_what_killed_builders_left_is_removed(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from lm_architectures.files import UserError
 from lm_architectures.run import folders
 from lm_architectures.run.load import load_draft
 
+TRAIN_TOKENIZER = 'lm_architectures.data.text.train_tokenizer'
 TEXTS = ['a text of some words', 'and naïve words of a 日本 text'] * 40
 
 
@@ -102,9 +103,8 @@ def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
     text = 'Träume aus Glas, dreams of glass, 夢. ' * 20 + ' '.join(f'word{i}' for i in range(200))
     (tmp_path / 'a.jsonl').write_text(json.dumps({'text': text}) + '\n{"text": null}\n{"text": "\\ud800x"}\n')
     (tmp_path / 'b.txt').write_text(text)
-    train = 'lm_architectures.data.text.train_tokenizer', tmp_path / 'a.jsonl', tmp_path / 'b.txt', '--vocab_size=300'
-    result = run('-m', *train, f'--out={tmp_path}/bpe.json')
-    assert result.returncode == 0 and 'has 300 ids' in result.stdout, result.stderr
+    train = TRAIN_TOKENIZER, tmp_path / 'a.jsonl', tmp_path / 'b.txt', '--vocab_size=300'
+    assert 'has 300 ids' in succeeded(run('-m', *train, f'--out={tmp_path}/bpe.json')).stdout
     tokenizer = load_tokenizer(tmp_path / 'bpe.json')
     assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
@@ -113,8 +113,8 @@ def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
 
 def test_a_marker_between_documents_is_not_learned(tmp_path):
     (tmp_path / 'stories.txt').write_text('a story\n<|endoftext|>\nanother one\n<|endoftext|>\n' * 30)
-    train = 'lm_architectures.data.text.train_tokenizer', tmp_path / 'stories.txt', '--vocab_size=300', f'--out={tmp_path}/bpe.json'
-    succeeded(run('-m', *train, '--split_at=<|endoftext|>'))
+    succeeded(run('-m', TRAIN_TOKENIZER, tmp_path / 'stories.txt', '--vocab_size=300', f'--out={tmp_path}/bpe.json',
+                  '--split_at=<|endoftext|>'))
     assert 'endoftext' not in json.loads((tmp_path / 'bpe.json').read_text())['model']['vocab']
 
 

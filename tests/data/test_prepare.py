@@ -121,7 +121,8 @@ def test_preparation_interrupted_after_each_shard_gives_the_same_bytes(source, r
 def half(source, tmp_path_factory):
     """Interrupt a preparation with a custom tokenizer after its last full shard."""
     folder = tmp_path_factory.mktemp('half')
-    succeeded(run('-m', 'lm_architectures.data.text.train_tokenizer', source, '--vocab_size=300', f'--out={folder}/own.json'))
+    succeeded(run('-m', 'lm_architectures.data.text.train_tokenizer', source, '--vocab_size=300',
+                  f'--out={folder}/own.json'))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_fineweb.ShardWriter, 'finish', interrupt)
         result = prepare(source, folder / 'data', f'--tokenizer={folder}/own.json', '--shard_tokens=30_000')

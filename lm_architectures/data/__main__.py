@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
         argv = sys.argv[1:] if argv is None else argv
         if len(argv) != 1 or not task_class(argv[0]):
             tasks = ', '.join(filter(task_class, builtin_data()))
-            raise UserError(f'expected one task ({tasks}). Usage: python -m lm_architectures.data TASK:option=value,...')
+            raise UserError(f'expected one of {tasks}. Usage: python -m lm_architectures.data TASK:option=value,...')
         data = open_data(argv[0])
         idx, targets = data.train_batch(0, 1, data.T, seed=0)
         names = [*data.task.symbols, 'eos']

@@ -8,13 +8,10 @@ A task's file has a dataclass Task, whose fields are options: 'path_star:degree=
     row(rng)                    a row's ids (T + 1,); depends only on the numpy generator
     counted(idx)                (B, T) bool: positions whose targets count; other targets are -1
     score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
-
-and optionally
-
-    val_row(rng)                a held-out row, if they have another distribution
-    targets(rows)               replaces `counted`: targets (B, T) of rows (B, T + 1)
-    symbol_options              options that the symbols depend on (default: all but train_rows,
-                                val_rows). Runs can be evaluated on data where these are equal
+    val_row(rng)                optional: a held-out row, if they have another distribution
+    targets(rows)               instead of `counted`: targets (B, T) of rows (B, T + 1)
+    symbol_options              optional: options that the symbols depend on, all but *_rows if
+                                absent. Runs can be evaluated on data where these are equal
 """
 import functools
 import hashlib
@@ -140,10 +137,7 @@ class Generated:
         return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
-        """Return the first held-out row up to its last answer, and that answer's length.
-
-        If every position has an answer: all inputs, and 1.
-        """
+        """Return the start of a held-out row, up to its last answer, and that answer's length."""
         idx, targets = self.val_batch([0], T)
         last = int((targets[0] >= 0).nonzero()[-1])
         before = (targets[0, :last] < 0).nonzero()

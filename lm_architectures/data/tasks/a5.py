@@ -3,13 +3,9 @@
     python train.py --data=a5:length=12 --block_size=12 --mask_documents=False ... options: Task
 
 No Transformer of fixed depth and precision can track words of every length. A row is a word of
-random elements. The target at each position is the product so far, not the next token:
-
-    inputs    x_1     x_2       ...  x_T
-    targets   x_1     x_1 x_2   ...  x_1 x_2 ... x_T
-
-An element is written as five digits, its arrangement of 12345. The product x y applies x after y: y
-rearranges what x has made, so 23145 13425 = 21435. The training set has a million fixed words.
+random elements x_1 ... x_T. The target at each position t is the product so far, x_1 x_2 ... x_t,
+not the next token. An element is written as five digits, its arrangement of 12345. The product x y
+applies x after y: y rearranges what x has made, so 23145 13425 = 21435.
 """
 from dataclasses import dataclass
 from itertools import combinations, permutations
@@ -50,10 +46,7 @@ class Task:
         return torch.stack(states, 1)
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'accuracy_1' ... 'accuracy_T': fraction of right states at each position}.
-
-        For NextLat also 'rnn_accuracy_1' ...: states from p_psi alone, run as an RNN.
-        """
+        """Return {'accuracy_1' ...: fraction of right states}, 'rnn_accuracy_1' ... from p_psi."""
         found = {'accuracy': greedy_tokens(model, idx, device, batch_size)}
         if hasattr(model, 'dynamics'):  # the weights of p_psi
             parts = idx.to(device).split(batch_size)

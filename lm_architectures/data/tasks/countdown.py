@@ -68,16 +68,16 @@ class Task:
         return (idx == self.pause).cumsum(1) == self.pauses
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return the fractions 'solved' and 'valid_1' to 'valid_3' of greedy answers: see `marks`."""
+        """Return fractions of greedy answers, 'solved' and 'valid_1' to 'valid_3': see `marks`."""
         prompts = idx[:, :self.prompt_tokens].tolist()
         marks = np.array([*map(self.marks, prompts, greedy_answers(model, prompts, 15, batch_size))])
         return dict(zip(('solved', 'valid_1', 'valid_2', 'valid_3'), marks.mean(0).tolist()))
 
     def marks(self, prompt, answer) -> tuple[bool, ...]:
-        """Return four bools for prompt ids and 15 answer ids: solved; equation 1, 2, 3 is true.
+        """Return four bools for prompt and answer ids: solved; equation 1, 2, 3 is true.
 
-        An equation is true if both sides are equal, with any numbers. A problem is solved
-        if all are true, each takes two of the remaining numbers, and the last gives the target.
+        A problem is solved if all three equations are true, each takes two of the remaining
+        numbers, and the last gives the target.
         """
         left, target = Counter(token + 1 for token in prompt[:4]), prompt[4] + 1
         equations = [self.parse_equation(*answer[start:start + 5]) for start in (0, 5, 10)]
@@ -100,13 +100,13 @@ def solve(numbers, target: int, largest: int) -> tuple:
 
     No result exceeds `largest`. Evaluates all 1,152 ways per row at once, in depth-first order.
     """
-    three = combine_pairs(numbers, largest)
-    two = combine_pairs(three.reshape(-1, 3), largest)
-    found = combine_pairs(two.reshape(-1, 2), largest).reshape(len(numbers), -1) == target
-    solvable = found.any(1).nonzero()[0]
-    if not len(solvable):
+    left = numbers
+    for n in (4, 3, 2):
+        left = combine_pairs(left.reshape(-1, n), largest)
+    found = left.reshape(len(numbers), -1) == target
+    if not found.any():
         return None, None
-    first = solvable[0]
+    first = found.any(1).argmax()
     choices = np.unravel_index(found[first].argmax(), (6, 4, 3, 4, 1, 4))  # pair and operation, three times
     left, equations = numbers[first].tolist(), []
     for pair, operation in zip(choices[::2], choices[1::2]):

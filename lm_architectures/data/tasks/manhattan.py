@@ -9,10 +9,8 @@ and destination do not count, because they cannot be predicted. Walks have 1 to 
 (inferred from the paper's counts of walks and tokens). About one in twenty pairs of start and
 destination is in no row; the score `valid` tests paths between these.
 
-A city file is {"edges": [[node, direction, neighbor], ...]}: nodes are numbers or words,
-directions words such as NE, and a node has at most one edge per direction. docs/data.md tells how
-to get the paper's Manhattan. Without a file: a grid of `grid` streets each way, in alternating
-directions; the outer four form a ring, so every place can be reached.
+docs/data.md describes a city's file, and how to get the paper's Manhattan. Without a file: a grid
+of `grid` streets each way, in alternating directions.
 """
 import json
 import re
@@ -89,15 +87,13 @@ class Task:
     def counted(self, idx):
         """Return a mask (B, T) of idx (B, T): destinations and turns, before a turn or the end."""
         is_node = (idx >= self.first_node) & (idx < self.end)
-        is_destination = torch.zeros_like(is_node)
-        is_destination[:, 1:] = is_node[:, 1:] & is_node[:, :-1]
-        return is_destination | (idx < self.first_node)
+        was_node = torch.nn.functional.pad(is_node, (1, -1))
+        return (idx < self.first_node) | is_node & was_node
 
     def score(self, model, idx, targets, device, batch_size):
-        """Return {'next_token': fraction of legal argmax tokens, 'valid': fraction of valid paths}.
+        """Return {'next_token': fraction of legal argmax tokens, 'valid': of valid greedy paths}.
 
-        A turn is legal if the street exists, the end if it is at the destination. Paths between
-        held-out pairs are decoded greedily, and valid if all turns and the end are legal.
+        A turn is legal if the street exists, the end at the destination. A valid path is all legal.
         """
         tokens, pairs = greedy_tokens(model, idx, device, batch_size), self.held_out_pairs
         is_legal = torch.tensor([*map(self.legal, idx.tolist(), tokens.tolist())])[targets >= 0]

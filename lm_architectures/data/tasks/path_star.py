@@ -9,7 +9,7 @@ of N. A row is the edges in random order, start and goal (the end of one arm), a
 
 Tokens are the nodes and | / =; `$` is in the vocabulary, as in the authors' files, but in no row.
 The prompt, up to and including =, does not count. Only the first step is hard: the model must know
-which arm leads to the goal. The training set has 200,000 fixed graphs, as in both papers.
+which arm leads to the goal.
 """
 from dataclasses import dataclass
 

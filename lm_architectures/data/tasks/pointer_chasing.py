@@ -59,8 +59,7 @@ class Task:
     def encode(self, base, maps) -> np.ndarray:
         """Return the row (T + 1,) of given tables, base (M,) and maps (H, M).
 
-        Key k of level 0 has value base[k]; key k of level l points to key maps[l - 1, k] one level
-        below.
+        Key k has the value base[k], or in level l points to key maps[l - 1, k] one level below.
         """
         keys = self.first_key + np.arange((self.hops + 1) * self.keys).reshape(-1, self.keys)  # (level, key)
         equals, query, separator = [EQUALS] * self.keys, [QUERY] * self.keys, [self.separator]

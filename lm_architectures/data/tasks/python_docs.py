@@ -17,7 +17,7 @@ MIN_CHARACTERS = 80  # shorter docstrings only repeat the function name
 
 
 def documents():
-    """Return [(split, text)], deduplicated, in a fixed order; a hash of the text chooses the split."""
+    """Return [(split, text)], deduplicated, in a fixed order. A hash of the text decides."""
     return [(split_of(text), text) for text in dict.fromkeys(texts())]
 
 

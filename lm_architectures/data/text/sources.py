@@ -113,11 +113,9 @@ def local_files(name: str, s: Reading) -> list[str]:
         matches = visible_files(name)
         if s.config or 'datasets' in map(format_of, matches):
             return []  # a copy of a dataset on the hub, or saved with `datasets`
-    elif os.path.isfile(name):
-        matches = [name]
     else:
-        matches = sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
-        if not matches and not glob.has_magic(name) and not format_of(name):
+        matches = [name] if os.path.isfile(name) else sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
+        if not (matches or glob.has_magic(name) or format_of(name)):
             return []  # a dataset on the hub
     if not matches:
         raise UserError(f'no file matches {name}')

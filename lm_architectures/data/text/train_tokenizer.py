@@ -3,7 +3,7 @@
     python -m lm_architectures.data.text.train_tokenizer 'texts/*.txt' --vocab_size=16000
 
 Texts are .txt files or records with a field `text` (--text_field). --split_at='<|endoftext|>' keeps
-that marker of a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=bpe16k.json.
+that marker of a .txt file out of the BPE. Then use prepare_fineweb.py --tokenizer=tokenizer.json.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError, friendly_errors, write_file
 from lm_architectures.settings import check_ranges, load_settings
 
+PART = 10 ** 5  # characters of a text that are read at a time: a long text takes 80 times its size in memory
+
 
 @dataclass
 class Settings:
@@ -25,10 +27,7 @@ class Settings:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> str:
-    """Train a byte-level BPE. Returns a tokenizer.json as text; id 0, <|endoftext|>, is eos.
-
-    The result has fewer than vocab_size ids if the texts have too few pairs.
-    """
+    """Train a byte-level BPE of at most vocab_size ids. Returns a tokenizer.json; id 0 is eos."""
     from tokenizers import ByteLevelBPETokenizer
     fast = ByteLevelBPETokenizer()
     fast.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[EOS_NAMES[0]])
@@ -45,9 +44,8 @@ def main(argv: list[str] | None = None) -> None:
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
         reading = Reading(id_field=None, text_field=s.text_field, split_at=s.split_at)
-        found = (found for name in names for _, found in Source(name, reading).documents() if found)
-        texts = (document.text for document in found)  # a long one would take 80 times its size in memory
-        parts = (text[i:i + 10 ** 5] for text in texts for i in range(0, len(text), 10 ** 5))
+        texts = (found.text for name in names for _, found in Source(name, reading).documents() if found)
+        parts = (text[i:i + PART] for text in texts for i in range(0, len(text), PART))
         write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')
 

@@ -90,12 +90,8 @@ class ShardWriter:
 
 
 def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) -> None:
-    """Build a data folder from documents, an iterable of (split, text); split: 'train' or 'val'.
-
-    The folder appears once it is complete. It must not exist. UserError if a split has no text.
-    """
-    folder = Path(folder)
-    temporary = folder.with_name(f'.{folder.name}.writing')
+    """Build a data folder, which must not exist, from (split, text). It appears once complete."""
+    temporary = Path(folder).with_name(f'.{Path(folder).name}.writing')
     temporary.mkdir(parents=True)
     try:
         writer = ShardWriter(temporary, tokenizer, shard_tokens)
@@ -127,10 +123,9 @@ def encoded_pieces(encode: Callable, text: str) -> Iterator:
 
 
 def next_cut(encode: Callable, text: str, start: int) -> int:
-    """Return the end of the piece that begins at `start`: a place that no token crosses.
+    """Return the end of the piece that begins at `start`: the next place that no token crosses.
 
-    The ids before such a place do not depend on the text after it. If there is no such place, for
-    example in a word of a million letters, the piece is longer.
+    The ids before such a place do not depend on the text after it.
     """
     for word_end in WORD_END.finditer(text, start + PIECE):
         cut = word_end.start()

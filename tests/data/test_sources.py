@@ -201,6 +201,11 @@ def test_training_and_preparation_read_texts_alike(is_single, tmp_path, built, c
     assert data.open_data(str(folder)).sha256 != d.sha256 and len([*built.glob('texts-*')]) == 2
 
 
+def test_the_tail_of_a_single_record_is_validation_data(tmp_path):
+    (tmp_path / 'a.jsonl').write_text(json.dumps({'text': '0123456789' * 5}))
+    assert byte_documents(data.open_data(tmp_path / 'a.jsonl').folder, 'val') == ['56789']
+
+
 STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in range(40)]
 
 

@@ -48,9 +48,9 @@ def fitting_split(source, max_tokens: int | None = None) -> tuple[float, str]:
     n, n_ids = len(ids), len(set(ids))
     by = 'text' if n_ids == 1 < n else 'id'
     if n_ids < n and texts != ids:
-        remedy = ('splitting by text instead' if by == 'text' else
-                  'documents with the same id are in the same split (--id_field=None: split by text)')
-        print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; {remedy}', flush=True)
+        print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
+              + ('splitting by text instead' if by == 'text' else
+                 'documents with the same id are in the same split (--id_field=None: split by text)'), flush=True)
     hashes = sorted(texts if by == 'text' else ids)
     n_val, enough = bisect.bisect_left(hashes, s.val_fraction), min(MIN_VAL_DOCUMENTS, max(1, n // 20))
     if n_val >= enough:

@@ -34,7 +34,7 @@ def source_of(name, **given):
 
 
 def texts(source, state=None):
-    return [found.text for _, found in source.documents(state) if found]
+    return [found[1] for _, found in source.documents(state) if found]
 
 
 def assert_resumes(source):
@@ -117,8 +117,7 @@ def test_records_of_other_tools_are_read(name, indent, tmp_path):
     lines = '\ufeff' + ''.join(json.dumps(record, indent=indent) + '\n' for record in records)
     (tmp_path / name).write_bytes(gzip.compress(lines.encode()) if name.endswith('.gz') else lines.encode())
     found = [document for _, document in source_of(tmp_path / name).documents() if document]
-    assert [document.text for document in found] == LINES
-    assert [document.key for document in found] == [str(i) if i % 3 == 2 else line for i, line in enumerate(LINES)]
+    assert found == [(str(i) if i % 3 == 2 else line, line) for i, line in enumerate(LINES)]
 
 
 def test_some_but_not_all_records_may_lack_text(tmp_path):
@@ -225,7 +224,7 @@ def test_literal_end_of_text_markers_are_reported_and_can_split_documents(marker
 def source_with_ids(ids, **given):
     s = sources.Reading(**given)
     return SimpleNamespace(s=s, documents=lambda state=None: [
-        ({}, sources.Document(str(key), line)) for key, line in zip(ids, itertools.cycle(LINES))])
+        ({}, (str(key), line)) for key, line in zip(ids, itertools.cycle(LINES))])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -155,11 +155,9 @@ def one_way_grid(n: int) -> list[tuple[str, str, str]]:
     Shown: rows 1 and 0 of n = 4. For even n, the outer streets form a ring.
     """
     edges = []
-    for x, y in product(range(n), range(n)):
-        across = ('E', x + 1, y) if y % 2 == 0 else ('W', x - 1, y)
-        along = ('S', x, y - 1) if x % 2 == 0 else ('N', x, y + 1)
-        edges += [(f'{x}_{y}', direction, f'{a}_{b}') for direction, a, b in (across, along)
-                  if 0 <= a < n and 0 <= b < n]
+    for i, j in product(range(n), range(n - 1)):
+        edges += [(f'{j}_{i}', 'E', f'{j + 1}_{i}') if i % 2 == 0 else (f'{j + 1}_{i}', 'W', f'{j}_{i}'),
+                  (f'{i}_{j + 1}', 'S', f'{i}_{j}') if i % 2 == 0 else (f'{i}_{j}', 'N', f'{i}_{j + 1}')]
     return edges
 
 

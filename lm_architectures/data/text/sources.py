@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lm_architectures.files import UserError, warn_once, without_surrogates
 
@@ -44,11 +44,6 @@ class Reading:
     shuffle: int = 0  # documents per shuffle block (files are shuffled too); 0: no shuffling. FineWeb-Edu: 200,000
 
 
-class Document(NamedTuple):
-    key: str  # the id, or the text if there is none
-    text: str
-
-
 class Source:
     """The documents of a file, folder or pattern, or of a dataset.
 
@@ -67,7 +62,7 @@ class Source:
             random.Random(SHUFFLE_SEED).shuffle(self.parts)
 
     def documents(self, state: list | None = None) -> Iterator[tuple]:
-        """Yield (next state, Document, or None without text), from a state or from the start."""
+        """Yield (next state, `document` of a record), from a state or from the start."""
         return self._shuffled(state) if self.s.shuffle else self._in_order(state)
 
     def _in_order(self, state: list | None) -> Iterator[tuple]:
@@ -263,8 +258,8 @@ def open_text(file: str, newline: str | None = None) -> io.TextIOWrapper:
 
 # ---- documents ----
 
-def document(place: str, record, s: Reading) -> Document | None:
-    """Return the document of a record, None if it has no text. UserError for other types."""
+def document(place: str, record, s: Reading) -> tuple[str, str] | None:
+    """Return (id or, without one, text; text), or None without a text. UserError for other types."""
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
     text = record.get(s.text_field)
@@ -275,7 +270,7 @@ def document(place: str, record, s: Reading) -> Document | None:
     if not isinstance(text, str):
         raise UserError(f'{place} has {text!r:.60} in field {s.text_field!r}: expected text; set --text_field of '
                         'prepare_fineweb.py')
-    return Document(without_surrogates(text if key is None else str(key)), without_surrogates(text))
+    return without_surrogates(text if key is None else str(key)), without_surrogates(text)
 
 
 def fields_to_read(place: str, names: list[str], s: Reading) -> list[str]:

@@ -17,12 +17,13 @@ def split_documents(source, val_fraction: float, by: str, state: list | None = N
     for next_state, found in source.documents(state):
         if found is None:
             yield next_state, []
-        elif by == 'tail':
-            cut = int(len(found.text) * (1 - TAIL))
-            yield next_state, [('train', found.text[:cut]), ('val', found.text[cut:])]
+            continue
+        key, text = found
+        if by == 'tail':
+            cut = int(len(text) * (1 - TAIL))
+            yield next_state, [('train', text[:cut]), ('val', text[cut:])]
         else:
-            split = split_of(found.text if by == 'text' else found.key, val_fraction, source.s.val_hash)
-            yield next_state, [(split, found.text)]
+            yield next_state, [(split_of(text if by == 'text' else key, val_fraction, source.s.val_hash), text)]
 
 
 def fitting_split(source, max_tokens: int | None = None) -> tuple[float, str]:
@@ -33,11 +34,11 @@ def fitting_split(source, max_tokens: int | None = None) -> tuple[float, str]:
     because a document rarely has more tokens than bytes.
     """
     s, ids, texts, n_val, n_bytes = source.s, [], [], 0, 0  # the hashes of all ids, and of all texts
-    for found in (found for _, found in source.documents() if found):
-        ids.append(hash_fraction(found.key, s.val_hash))
-        texts.append(hash_fraction(found.text, s.val_hash))
+    for key, text in (found for _, found in source.documents() if found):
+        ids.append(hash_fraction(key, s.val_hash))
+        texts.append(hash_fraction(text, s.val_hash))
         n_val += ids[-1] < s.val_fraction
-        n_bytes += len(found.text.encode()) + 1
+        n_bytes += len(text.encode()) + 1
         is_read = max_tokens and n_bytes >= max_tokens and len(ids) > 1
         if is_read or n_val >= MIN_VAL_DOCUMENTS and ids[-1] != ids[0]:
             break

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
         reading = Reading(id_field=None, text_field=s.text_field, split_at=s.split_at)
-        texts = (found.text for name in names for _, found in Source(name, reading).documents() if found)
+        texts = (found[1] for name in names for _, found in Source(name, reading).documents() if found)
         parts = (text[i:i + PART] for text in texts for i in range(0, len(text), PART))
         write_file(s.out, train_tokenizer(parts, s.vocab_size).encode())
         print(f'{s.out} has {load_tokenizer(s.out).n_ids} ids')

@@ -174,7 +174,7 @@ def named_error(what: str, error: Exception) -> UserError:
 # ---- a reader for each format: yields (number of its last line or row, record) from the start ----
 
 def json_records(file: str, s: Reading) -> Iterator[tuple]:
-    """Read a record per line, per lines from { alone to } so indented, or per item of a list."""
+    """Read a record per line, per item of a list, or from { alone to } with the same indent."""
     with open_bytes(file) as lines:
         if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(BLANK).startswith(b'['):
             yield from enumerate(json.load(lines), 1)
@@ -259,7 +259,7 @@ def open_text(file: str, newline: str | None = None) -> io.TextIOWrapper:
 # ---- documents ----
 
 def document(place: str, record, s: Reading) -> tuple[str, str] | None:
-    """Return (id or, without one, text; text), or None without a text. UserError for other types."""
+    """Return (id or else text, text), or None without a text. UserError for other types."""
     if not isinstance(record, dict):
         raise UserError(f'{place} is {record!r:.60}: expected an object with fields, {{"{s.text_field}": ...}}')
     text = record.get(s.text_field)

@@ -30,24 +30,19 @@ class ShardWriter:
         self.dtype = 'uint16' if tokenizer.n_ids <= 2 ** 16 else 'uint32'
         self.splits = {} if splits is None else splits
         self.files = {}  # {split: open file of its current shard}
-        for split, info in self.splits.items():
-            for shard in info['shards']:
-                self._continue(split, shard)
+        for split, shard in [(split, shard) for split, info in self.splits.items() for shard in info['shards']]:
+            path, size = self.folder / shard['file'], shard['tokens'] * np.dtype(self.dtype).itemsize
+            if path.is_file() and path.stat().st_size > size:  # written after the last flush
+                os.truncate(path, size)
+            if not path.is_file() or sha256(path) != shard['sha256']:
+                raise UserError(f'{path} is missing or does not match its checksum in progress.json: remove '
+                                f'{self.folder} and start again')
+            if shard['tokens'] < self.shard_tokens:
+                self.files[split] = open(path, 'ab')
 
     @property
     def n_tokens(self) -> int:
         return sum(info['tokens'] for info in self.splits.values())
-
-    def _continue(self, split: str, shard: dict) -> None:
-        """Truncate an interrupted shard to its recorded size, check it, and reopen it if needed."""
-        path, size = self.folder / shard['file'], shard['tokens'] * np.dtype(self.dtype).itemsize
-        if path.is_file() and path.stat().st_size > size:
-            os.truncate(path, size)
-        if not path.is_file() or sha256(path) != shard['sha256']:
-            raise UserError(f'{path} is missing or does not match its checksum in progress.json: remove {self.folder} '
-                            'and start again')
-        if shard['tokens'] < self.shard_tokens:
-            self.files[split] = open(path, 'ab')
 
     def add(self, split: str, ids, n_bytes: int) -> bool:
         """Add a document of n_bytes of text (ids include eos). Returns True if it fills a shard."""

@@ -1,12 +1,11 @@
-"""Export runs to Hugging Face format.
+"""Export a run to a new Hugging Face folder.
 
-    python -m lm_architectures.hf.export RUN --to_hf=FOLDER           write any run as a new Hugging Face folder
-    python -m lm_architectures.hf.export RUN --to_hf=FOLDER --exact   with the model's code, whatever its shape
+    python -m lm_architectures.hf.export RUN --to_hf=FOLDER
+    python -m lm_architectures.hf.export RUN --to_hf=FOLDER --exact     always with the model's code
 
-`--to_hf` writes a Standard run as the family that has its shape: Llama, Mistral (with a window),
-Qwen2 (with biases) or Qwen3 (with norms of queries and keys). Other runs, and all with `--exact`,
-get the model's code, so load them with
-`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.
+A run that gives the logits of a Llama, Mistral (with a window), Qwen2 (with biases) or Qwen3 (with
+norms of queries and keys) is written as one. Other runs, and all with `--exact`, get the model's
+code, so load them with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.
 """
 if __name__ == '__main__':
     from lm_architectures.start import quiet_start
@@ -84,8 +83,8 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
         raise UserError(f'{folder} already exists: choose a new folder')
     record = folders.read_run(run, code)
     c, data, block_size = models.portable_config(record, run), record['data'], record['settings']['block_size']
-    family, reason = (None, '--exact is set') if exact else family_of(record, c)
     state, tensors = checkpoint.load_checkpoint(run)
+    family, reason = (None, '--exact is set') if exact else family_of(record, c, tensors)
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
     new = folder.with_name(f'.{folder.name}.writing')  # becomes `folder` when it is whole
     remove(new)
@@ -139,7 +138,7 @@ def model_card(run: Path, record: dict, step: int, n_parameters: int, family: st
 
 
 def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
-    """Write weights, model file and the wrapper lm_architectures/hf/wrapper.py as a Hugging Face folder."""
+    """Write a Hugging Face folder with the weights, the model's code and the wrapper (wrapper.py)."""
     from lm_architectures.hf.wrapper import RunConfig
     folder.mkdir(parents=True)
     RunConfig(
@@ -169,7 +168,8 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors(argv):
         s, positional, _ = load_settings(Settings, argv)
         if len(positional) != 1 or s.to_hf is None:
-            raise UserError('expected one run and --to_hf. Usage: python -m lm_architectures.hf.export RUN --to_hf=FOLDER')
+            raise UserError('expected one run and --to_hf. Usage: python -m lm_architectures.hf.export RUN '
+                            '--to_hf=FOLDER')
         from transformers.utils import logging
         logging.disable_progress_bar()
         if s.model:

@@ -1,14 +1,13 @@
 """Hugging Face's Llama, Mistral, Qwen2 and Qwen3, all of which model_standard.py computes."""
-import inspect
-import re
-import sys
+import dataclasses
 
-from attn_kernels import digest
-from lm_architectures.run import models
+import torch
+
+from lm_architectures.run import checkpoint, models
 
 LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 FAMILIES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}  # `model_type`: class
-STANDARD_CODE = 'b5fb9893641171dc'  # digest of what computes the same as these: see `code_digest`
+SETTINGS = {'n_ffn', 'window', 'tied_head', 'rope_scaling', 'qkv_bias', 'qk_norm'}  # of a model with their shape
 
 
 def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
@@ -78,23 +77,49 @@ def family_tensors(c, tensors: dict, n_rows: int) -> dict:
     return theirs
 
 
-def code_digest(module) -> str | None:
-    """Return the digest of a model's file and attn_kernels.py, None if it does not use that."""
-    kernels = sys.modules.get(getattr(getattr(module, 'attention', None), '__module__', None))
-    if kernels is None:
-        return None
-    text = '\n'.join(map(inspect.getsource, (module, kernels)))
-    return digest(re.sub(r'^from \.', 'from ', text, flags=re.MULTILINE))  # in a run's copy, imports are relative
+def family_of(record: dict, c, tensors: dict) -> tuple[str | None, str]:
+    """Return the family that computes what a run computes, or None, and why.
 
-
-def family_of(record: dict, c) -> tuple[str | None, str]:
-    """Return the family that computes what a run computes, or None, and why. c: the model's Config.
-
-    Mistral without a window is a Llama.
+    c, tensors: the model's Config and the tensors of its checkpoint. Logits of a narrow copy of the
+    model, with all its layers and random weights, are compared with those of transformers' class:
+    fast for any size, and whatever the run has learned. Mistral without a window is a Llama.
     """
-    if code_digest(models.model_file(record['model'], record['code'])) != STANDARD_CODE:
-        return None, f'model_{record["model"]}.py is not the unedited model_standard.py, which is a Llama'
+    file = f'model_{record["model"]}.py'
+    if not SETTINGS <= vars(c).keys():
+        return None, f'{file} does not have the settings of a Llama'
     if c.qkv_bias and c.qk_norm:
         return None, 'no family has both qkv_bias and qk_norm'
+    if c.n_embd % c.n_head:
+        return None, 'transformers needs a width that is a multiple of the number of heads'
     family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'
-    return family, f'it has the shape of a {FAMILIES[family]}'
+    if tensors.keys() != hf_tensor_map(c, c.n_ids).keys():
+        return None, f'{file} has other tensors than a {FAMILIES[family]}'
+    sizes = dict(n_embd=3 * c.n_head * (24 // c.n_head + 1), n_ffn=88, window=c.window and min(c.window, 64))
+    try:
+        model = models.model_file(record['model'], record['code']).Model(dataclasses.replace(c, **sizes))
+        difference = max_difference(model, family)
+    except Exception as error:  # an edited model may not run at this size
+        return None, f'a narrow copy of {file} fails ({type(error).__name__}: {error})'
+    if not difference < 1e-4:
+        return None, f'{file} gives other logits than a {FAMILIES[family]}'
+    return family, f'it gives the logits of a {FAMILIES[family]}'
+
+
+def max_difference(model, family: str) -> float:
+    """Return the greatest difference of a model's logits from its family's, in float64.
+
+    Draws weights large enough that each counts: logits have a standard deviation near 1. The 160
+    tokens include the first and last ids, but not eos, which only separates documents here.
+    """
+    c, model, random = model.config, model.double().eval(), torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if p.dim() == 1:
+            torch.nn.init.uniform_(p, 0.5, 1.5, random)
+        else:
+            torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=random)
+    ids = torch.tensor([[i % c.n_ids for i in range(-80, 80) if i % c.n_ids != c.eos_id]])
+    ours = [model.logits(ids)]  # as in training
+    with torch.no_grad():
+        ours.append(model.logits(ids))  # as in evaluation
+        theirs = to_family(c, checkpoint.checkpoint_tensors(model), c.n_ids, family=family).eval()(ids).logits
+    return max((logits[..., :c.n_ids] - theirs).abs().max().item() for logits in ours)

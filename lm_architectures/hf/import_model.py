@@ -185,7 +185,8 @@ def main(argv: list[str] | None = None) -> None:
     with friendly_errors(argv):
         s, positional, _ = load_settings(Settings, argv)
         if len(positional) != 1:
-            raise UserError('expected one folder. Usage: python -m lm_architectures.hf.import_model FOLDER --out_dir=RUN')
+            raise UserError('expected one folder. Usage: python -m lm_architectures.hf.import_model FOLDER '
+                            '--out_dir=RUN')
         from transformers.utils import logging
         logging.disable_progress_bar()
         folder, = positional

@@ -1,7 +1,7 @@
 """Hugging Face wrapper for a run of this repository.
 
-`python -m lm_architectures.hf.export RUN --to_hf=FOLDER` writes this file, the model's file and the files that
-it imports next to the weights. The folder then works with only torch and transformers installed:
+lm_architectures/hf/export.py writes this file and the model's code next to the weights. The folder
+then works with only torch and transformers installed:
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 

@@ -1,5 +1,4 @@
-"""`lm_architectures.hf.export --to_hf`: every architecture and tokenizer works in transformers and lm-eval."""
-import inspect
+"""Exports: every architecture and tokenizer works in transformers and lm-eval."""
 import json
 from types import SimpleNamespace
 
@@ -8,11 +7,10 @@ import torch
 from conftest import MODELS, ROOT, make_run, run, saved_bytes, succeeded
 from packaging.version import Version
 
-import model_standard
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.data.text.train_tokenizer import train_tokenizer
 from lm_architectures.files import UserError
-from lm_architectures.hf import export, families, import_model
+from lm_architectures.hf import export, import_model
 from lm_architectures.hf import tokenizers as hf_tokenizers
 from lm_architectures.run import checkpoint, folders, models
 from lm_architectures.score.scoring import Scorer
@@ -303,20 +301,30 @@ def test_a_fork_with_buffers_runs_in_transformers(tmp_path, monkeypatch):
     assert torch.allclose(load_exported(tmp_path / 'hf')(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
 
 
-def test_edited_equations_are_never_exported_as_the_original(tmp_path, monkeypatch):
-    """Not those of a file that imports another model's, adds a function, or of attn_kernels."""
-    model, _ = make_run(tmp_path / 'run', 'gpn_no_decay', n_embd=64)
-    idx = torch.arange(20)[None]
-    export.export_run(tmp_path / 'run', tmp_path / 'hf')
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
-    assert torch.allclose(theirs(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
+EDITS = {  # of model_standard.py: text, its replacement
+    'nothing': ('', ''), 'its loss': ("total['nll'] /", "2 * total['nll'] /"),
+    'a later layer': ('h = h + self.attn_out', 'h = h * (1 + 0.1 * (self.layer == 1)) + self.attn_out'),
+    'its window': ('self.reach)', '2 * self.reach)'), 'an id': ('self.embed(idx)', 'self.embed(idx.clamp(min=1))'),
+    'its scores': ('    def sees', '    def score_bias(self, q, k, head):\n        return 0.1 * (k.pos - q.pos)\n\n'
+                                   '    def sees'),
+    'its mask': ('class Block', 'import attn_kernels\n\n\ndef make_mask(model, *args):\n    model.reach = 5\n'
+                                '    return attn_kernels.make_mask(model, *args)\n\n\nclass Block'),
+    'its width': ('        self.config = config', '        self.config = config\n        assert config.n_embd == 32'),
+    'attn_kernels': None}
+
+
+@pytest.mark.parametrize('edit', EDITS)
+def test_edited_equations_are_never_exported_as_the_original(edit, tmp_path, monkeypatch):
     monkeypatch.setattr(models, 'ADDED', {})
-    source, getsource = (ROOT / 'model_standard.py').read_text(), inspect.getsource
-    for name, text, kernels in (('same', source, str), ('own', f'{source}\ndef make_mask(*args):\n    pass\n', str),
-                                ('altered', source, lambda text: text.replace('softmax', 'sigmoid'))):
-        (tmp_path / f'model_{name}.py').write_text(text)
-        record = {'model': models.add_file(str(tmp_path / f'model_{name}.py')), 'code': None}
-        monkeypatch.setattr(families.inspect, 'getsource', lambda x: kernels(getsource(x)))  # noqa: B023
-        family, reason = families.family_of(record, model_standard.Config())
-        assert family == ('llama' if name == 'same' else None)
-    assert 'is not the unedited model_standard.py' in reason
+    source, code = (ROOT / 'model_standard.py').read_text(), None
+    file = tmp_path / f'model_{edit.replace(" ", "_")}.py'
+    file.write_text(source.replace(*EDITS[edit] or ('', ''), 1))
+    make_run(tmp_path / 'run', models.add_file(str(file)), window=7)
+    if edit == 'attn_kernels':
+        code, copy = 'run', tmp_path / 'run/code/attn_kernels.py'
+        copy.write_text(copy.read_text().replace('.softmax(-1)', '.mul_(2).softmax(-1)'))
+    export.export_run(tmp_path / 'run', tmp_path / 'hf', code=code)
+    model, idx = folders.load_run(tmp_path / 'run', code=code)[0], torch.arange(20)[None]
+    theirs = load_exported(tmp_path / 'hf')
+    assert torch.allclose(theirs(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
+    assert isinstance(theirs, transformers.MistralForCausalLM) is (edit in ('nothing', 'its loss'))

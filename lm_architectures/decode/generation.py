@@ -1,8 +1,9 @@
 """Decoding: token distributions, sampling, and `generate`.
 
 Read `generation_steps` first, then `Decoder`, which it uses. Models decode through `new_cache` and
-`extend`; a model without them recomputes the whole text for each token (lm_architectures/decode/recomputing.py).
+`extend`; a model without them recomputes the whole text for each token (recomputing.py).
 """
+from collections import Counter
 from collections.abc import Iterator
 from math import inf
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from lm_architectures.settings import check_ranges
 # ---- the distribution ----
 
 SAMPLING = dict(temperature=(0, 1e6), top_k=(1, inf), top_p=(1e-9, 1), min_p=(0, 1))  # options of `token_probs`
+
 
 def token_probs(logits, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                 min_p: float | None = None) -> torch.Tensor:
@@ -123,7 +125,8 @@ class Decoder:
         device = next(model.parameters()).device
         if device.type == 'cuda':
             torch.cuda.set_device(device)  # CUDA graphs are captured on the selected GPU
-        self.model, self.cache, self.filters, self.graphs = decodable(model), cache, filters, {}
+        self.model, self.cache, self.filters = decodable(model), cache, filters
+        self.uses, self.graphs, self.pool = Counter(), {}, None
         self.generator = torch.Generator(device).manual_seed(seed)
         self.is_greedy = filters.get('temperature', 1) < 1e-6
         tokens, lengths = pad(prompts, device)
@@ -135,29 +138,27 @@ class Decoder:
 
     def next_tokens(self):
         """Feed the last tokens to the model and return the next ones (B,)."""
-        before = self.tokens.clone()
-
         def step():
             logits = self.model.extend(self.tokens[:, None], self.cache)
             self.tokens.copy_(draw(token_probs(logits, **self.filters), self.noise))
-
-        def warm_up():
-            step()
-            self.cache.rollback(1)
-            self.tokens.copy_(before)
         self.refresh_noise()
-        self.run('step', step, warm_up)
+        self.run('step', step)
         return self.tokens
 
-    def run(self, name, step, warm_up, models=()):
-        """Run step() of this model and `models`; on a GPU, as a CUDA graph captured once.
+    def run(self, name, step, models=()):
+        """Run step() of this model and `models`. On a GPU, its third use records a CUDA graph.
 
-        warm_up() runs step() with no effect on the next one, and rolls the cache back at most once.
+        The first two compile kernels and load libraries, which a recording cannot.
         """
-        if self.tokens.device.type != 'cuda' or not all(getattr(m, 'has_graphs', True) for m in (self.model, *models)):
+        self.uses[name] += 1
+        has_graphs = all(getattr(model, 'has_graphs', True) for model in (self.model, *models))
+        if self.tokens.device.type != 'cuda' or not has_graphs or self.uses[name] < 3:
             return step()
         if name not in self.graphs:
-            self.graphs[name] = record_graph(step, warm_up, beside=next(iter(self.graphs.values()), None))
+            graph = self.graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):  # records step() without running it
+                step()
+            self.pool = graph.pool()  # shared, because no two graphs run at the same time
         self.graphs[name].replay()
 
     def refresh_noise(self):
@@ -183,21 +184,3 @@ def decodable(model):
 def allocate_cache(model, prompts: list, max_new_tokens: int, max_call: int = 1):
     """Return an empty cache with room for the prompts and the new tokens."""
     return decodable(model).new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens, max_call)
-
-
-def record_graph(step, warm_up, beside=None):
-    """Capture step() as a CUDA graph without executing it. warm_up: see `Decoder.run`.
-
-    beside: a graph whose memory pool is shared. Graphs that share a pool must not run concurrently
-    or read each other's leftovers.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            warm_up()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=beside and beside.pool()):
-        step()
-    return graph

@@ -74,13 +74,13 @@ def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, stat
     `generation_steps` and `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
-    room = max_new_tokens + longest + 2
-    cache = generation.allocate_cache(model, prompts, room, longest + 1)
+    n_slots = max_new_tokens + longest + 2  # per row of a cache, after the prompt
+    cache = generation.allocate_cache(model, prompts, n_slots, longest + 1)
     plain = generation.Decoder(model, prompts, cache, seed, sampling)
     texts = generation.GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished)
     for b, token in enumerate(plain.tokens.tolist()):
         texts.add(b, [token])
-    drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, room, longest + 1)
+    drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, n_slots, longest + 1)
     decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
     yield texts.new
     while any(texts.live):
@@ -146,11 +146,12 @@ class SpeculativeDecoder:
         self.lengths, self.accepted = torch.zeros_like(self.token), torch.zeros_like(self.token)
         self.live = torch.ones_like(self.token, dtype=torch.bool)
 
-    def refresh(self):
-        """Draw new random numbers unless decoding is greedy."""
+    def run(self, name, step):
+        """Run a step with new random numbers. On a GPU, as a CUDA graph."""
         self.plain.refresh_noise()
         if not self.plain.is_greedy:
             self.uniform.uniform_(generator=self.plain.generator)
+        self.plain.run(name, step, [self.drafter.model])
 
     def draft(self, i):
         """Draft token i of the round. Call with i = 0, 1, ... in order."""
@@ -162,8 +163,7 @@ class SpeculativeDecoder:
         def step():
             before = self.token if i == 0 else self.drafts[:, i - 1]
             self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
-        self.refresh()
-        self.plain.run(('draft', i), step, step, [self.drafter.model])  # a drafter's step is idempotent
+        self.run(('draft', i), step)
 
     def verify(self, n, lengths, live):
         """Verify n drafted tokens; the first `lengths` (B,) count. Rows not `live` (B,) are kept.
@@ -172,7 +172,7 @@ class SpeculativeDecoder:
         """
         self.lengths.copy_(lengths)
         self.live.copy_(live)
-        before, drafts, cache = self.token.clone(), self.drafts[:, :n], self.plain.cache
+        drafts, cache = self.drafts[:, :n], self.plain.cache
 
         def step():
             tokens = torch.cat([self.token[:, None], drafts], 1)
@@ -182,21 +182,14 @@ class SpeculativeDecoder:
             cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
             self.accepted.copy_(accepted)
             self.token.copy_(token)
-
-        def warm_up():
-            self.live.zero_()  # so that step's own rollback removes all tokens that it fed
-            step()
-            self.live.copy_(live)
-            self.token.copy_(before)
-        self.refresh()
-        self.plain.run(('verify', n), step, warm_up, [self.drafter.model])
+        self.run(('verify', n), step)
         self.drafter.end_round(n, drafts, self.accepted, self.live)
 
 
 # ---- sources of drafts ----
 
 class SelfDrafter:
-    """Drafts from the model itself, through its `draft`. `step` is idempotent."""
+    """Drafts from the model itself, through its `draft`."""
 
     def __init__(self, model, cache):
         self.model, self.cache = model, cache

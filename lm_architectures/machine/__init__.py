@@ -1,1 +1,1 @@
-"""Devices, the compiler, and processes."""
+"""What this process runs on: its device, the compiler, and other processes."""

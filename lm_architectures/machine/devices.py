@@ -1,4 +1,4 @@
-"""The machine: devices, dtypes, processes, threads, memory, terminal and signals."""
+"""This process: its device, dtypes, threads and place among processes; terminal and signals."""
 import atexit
 import ctypes
 import math
@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -72,20 +71,19 @@ class Machine:
         """Return the peak memory of this process in bytes, on the GPU or else on the host."""
         if self.device.type == 'cuda':
             return torch.cuda.max_memory_allocated(self.device)
-        unit = 1 if sys.platform == 'darwin' else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
+
+# ---- devices and dtypes ----
 
 def pick_device(name: Device) -> str:
     """Return 'cuda', 'cpu' or 'mps'. auto: cuda if available, else cpu."""
     available = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     if name == 'auto':
         return 'cuda' if available['cuda'] else 'cpu'
-    if name not in available:
-        raise UserError(f'device is {name!r}: expected auto, {", ".join(available)}')
-    if not available[name]:
-        raise UserError(f'device is {name}, but PyTorch finds no such GPU: use --device=cpu, or install a PyTorch '
-                        f'build for {name}')
+    if not available.get(name):
+        raise UserError(f'device is {name!r}, but PyTorch finds no such device: use --device=cpu, or install a PyTorch '
+                        'build for it')
     return name
 
 
@@ -108,17 +106,17 @@ def pick_dtype(name: DType, device: str, big_enough: bool = True) -> torch.dtype
     """
     if name != 'auto':
         return getattr(torch, name)
-    if device != 'cpu':
-        return torch.bfloat16 if device == 'cuda' else torch.float32
     tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private functions, may be missing
-    has_bf16 = any(getattr(torch.cpu, test, bool)() for test in tests)
-    return torch.bfloat16 if big_enough and has_bf16 else torch.float32
+    on_cpu = device == 'cpu' and big_enough and any(getattr(torch.cpu, test, bool)() for test in tests)
+    return torch.bfloat16 if device == 'cuda' or on_cpu else torch.float32
 
 
 def decoding_dtype(name: DType, device: str) -> torch.dtype:
     """Return the dtype of weights and cache for decoding. auto: bf16 on CUDA, else fp32."""
     return pick_dtype(name, device, big_enough=False)
 
+
+# ---- processes and threads ----
 
 def start_processes(s) -> Machine:
     """Join the other processes and set up device, threads, allocator. s has `device`, `threads`."""
@@ -188,8 +186,7 @@ def set_threads(n_threads: int | None, local_world: int) -> None:
     omp = omp_threads()
     if n_threads is None and (omp is None or local_world > 1 and omp == 1):
         share = max(1, usable_cores() // local_world)
-        if local_world > 1 or share < torch.get_num_threads():
-            n_threads = share
+        n_threads = share if local_world > 1 else min(share, torch.get_num_threads())
     if n_threads is not None:
         torch.set_num_threads(n_threads)
 
@@ -205,23 +202,21 @@ def keep_freed_pages() -> None:
 # ---- terminal and signals ----
 
 def make_progress() -> Callable[[str], None]:
-    """Return a function that prints progress: on a terminal, one updating line; else every 10 s."""
+    """Return a function that prints a line, at most every 10 s."""
     shown = 0.0
 
     def progress(line):
         nonlocal shown
-        if sys.stdout.isatty():
-            say(line[:shutil.get_terminal_size().columns - 1], end='')
-        elif time.time() - shown > 10:
+        if time.time() - shown > 10:
             shown = time.time()
             say(line)
     return progress
 
 
-def say(line: str, end: str = '\n') -> None:
-    """Print a permanent line, above the updating one."""
+def say(line: str) -> None:
+    """Print a line at once."""
     with suppress(OSError):  # the terminal is closed: SIGHUP will stop the run
-        print(('\r\x1b[K' if sys.stdout.isatty() else '') + line, end=end, flush=True)
+        print(line, flush=True)
 
 
 @contextmanager

@@ -72,12 +72,12 @@ def test_errors_of_triton_become_a_sentence(error):
 
 
 @pytest.mark.parametrize('threads, local_world, omp, quota, expected', [
-    (None, 1, None, None, None), (None, 1, '3', None, None), (5, 1, '3', None, 5), (None, 1, 'abc', '250 100', 3),
-    (None, 1, None, 'max 100', None), (None, 2, None, '50 100', 1), (None, 2, None, None, 4), (None, 2, '1', None, 4),
+    (None, 1, None, None, 8), (None, 1, '3', None, None), (5, 1, '3', None, 5), (None, 1, 'abc', '250 100', 3),
+    (None, 1, None, 'max 100', 8), (None, 2, None, '50 100', 1), (None, 2, None, None, 4), (None, 2, '1', None, 4),
     (None, 2, '4,2', None, None), (5, 2, '1', None, 5), (None, 99, None, None, 1)])
 def test_threads_follow_the_setting_or_omp_or_cores_and_quota(monkeypatch, tmp_path, threads, local_world, omp, quota,
                                                               expected):
-    """An expected value of None means PyTorch's default, which reads OMP_NUM_THREADS."""
+    """PyTorch's default is 8 here. An expected value of None leaves OMP_NUM_THREADS to it."""
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     if omp is not None:
         monkeypatch.setenv('OMP_NUM_THREADS', omp)

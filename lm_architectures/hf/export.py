@@ -33,7 +33,9 @@ from lm_architectures.settings import load_settings
 RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
           'dtype')  # settings of training in the model card
 CARD = '''---
-{header}
+license: unknown
+library_name: transformers
+pipeline_tag: text-generation
 ---
 
 # {title}
@@ -84,7 +86,7 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     record = folders.read_run(run, code)
     c, data, block_size = models.portable_config(record, run), record['data'], record['settings']['block_size']
     state, tensors = checkpoint.load_checkpoint(run)
-    family, reason = (None, '--exact is set') if exact else family_of(record, c, tensors)
+    family = None if exact else family_of(record, c, tensors)
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
     new = folder.with_name(f'.{folder.name}.writing')  # becomes `folder` when it is whole
     remove(new)
@@ -101,9 +103,10 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     n_parameters = sum(tensor.numel() for tensor in tensors.values())
     write_file(new / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
     os.replace(new, folder)
-    print(f'{folder} is a Hugging Face folder, {FAMILIES[family] if family else "with the model code"}, because '
-          f'{reason}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r}'
-          f'{"" if family else ", trust_remote_code=True"})')
+    kind = (f'{FAMILIES[family]}, because it gives the same logits' if family else
+            'with the model code' + ', because no family gives its logits' * (not exact))
+    print(f'{folder} is a Hugging Face folder, {kind}: load it with AutoModelForCausalLM.from_pretrained('
+          f'{str(folder)!r}{"" if family else ", trust_remote_code=True"})')
     if family == 'qwen2' and not keeps_ids(folder, data['tokenizer'], data['bos']):
         print('AutoTokenizer splits the texts of a Qwen2 by rules of its own, which give other ids than in this run: '
               'load the tokenizer with PreTrainedTokenizerFast, or export with --exact')
@@ -115,30 +118,26 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
 
 def model_card(run: Path, record: dict, step: int, n_parameters: int, family: str | None) -> str:
     """Return the README.md of an export: what the run was trained on and how to load it."""
-    from huggingface_hub import ModelCard, ModelCardData
     settings, data, log = record['settings'], record['data'], folders.read_log(run)
-    module = models.model_file(record['model'], record['code'])
-    about = inspect.getdoc(module) or ''  # its first paragraphs name the paper
+    about = inspect.getdoc(models.model_file(record['model'], record['code'])) or ''
     facts = {'model': f'model_{record["model"]}.py',
              'written as': FAMILIES.get(family, 'the model code'),
              'parameters': f'{n_parameters:,}', 'context, tokens': f'{settings["block_size"]:,}',
              'tokenizer': f'{Path(data["tokenizer"]).name}, {data["n_ids"]:,} ids',
              'training data': Path(data['folder']).name or 'imported weights', 'training step': f'{step:,}'}
-    for key, name in (('tokens', 'training tokens'), ('nll', 'training loss, nats per token'),
-                      ('val', 'validation loss, nats per token')):
+    for key, name, form in (('tokens', 'training tokens', ','), ('nll', 'training loss, nats per token', '.4f'),
+                            ('val', 'validation loss, nats per token', '.4f')):
         if found := [line[key] for line in log if key in line and line['step'] <= step]:
-            facts[name] = f'{found[-1]:,}' if key == 'tokens' else f'{found[-1]:.4f}'
+            facts[name] = format(found[-1], form)
     facts |= {name: f'`{settings[name]}`' for name in RECIPE if name in settings}
-    header = ModelCardData(license='unknown', library_name='transformers', pipeline_tag='text-generation')
-    code = '' if family else ', trust_remote_code=True'
-    return str(ModelCard(CARD.format(
-        header=header.to_yaml(), title=run.resolve().name, about='\n\n'.join(about.split('\n\n')[:2]), code=code,
+    return CARD.format(
+        title=run.resolve().name, about='\n\n'.join(about.split('\n\n')[:2]),  # the first paragraphs name the paper
         facts='\n'.join(f'| {name} | {value} |' for name, value in facts.items()),
-        config=json.dumps(record['model_config'], indent=1))))
+        code='' if family else ', trust_remote_code=True', config=json.dumps(record['model_config'], indent=1))
 
 
 def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
-    """Write a Hugging Face folder with the weights, the model's code and the wrapper (wrapper.py)."""
+    """Write a Hugging Face folder with the weights, the model's code, and wrapper.py to run it."""
     from lm_architectures.hf.wrapper import RunConfig
     folder.mkdir(parents=True)
     RunConfig(

@@ -40,7 +40,6 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
     tokenizer, eos_token: see `load_tokenizer`. tokenizer None: the folder's own; then texts start
     with bos if they do in transformers, and the chat template is copied.
     """
-    from transformers import AutoTokenizer
     folder, run = Path(folder), Path(run)
     if run.exists():
         raise UserError(f'{run} already exists: choose a new run folder')
@@ -50,21 +49,7 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
     if family not in FAMILIES:
         raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
     try:
-        found = filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model'))
-        path = tokenizer or next(found, None)
-        if path is None:
-            raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
-                            '--tokenizer=gpt2')
-        own = load_tokenizer(path, eos_token=eos_token)
-        if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
-            raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
-        hf_tokenizer = None if tokenizer else AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
-        if hf_tokenizer and len(hf_tokenizer) > own.n_ids:
-            lost = hf_tokenizer.convert_ids_to_tokens(range(own.n_ids, len(hf_tokenizer)))
-            warn_once(f'{path} lacks {", ".join(lost)}, which transformers adds: they are read as text here. To keep '
-                      f'them, call AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW), and import '
-                      'with --tokenizer=NEW/tokenizer.json')
-        bos = hf_tokenizer is not None and hf_tokenizer('a').input_ids[:1] == [own.bos_id]
+        own, bos, template = read_tokenizer(folder, tokenizer, eos_token)
         c, n_rows, block_size = standard_config(folder, own)
         theirs = load_hf_model(folder)
         c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
@@ -85,15 +70,37 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
         raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
     with folders.locked_run(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
-        if hf_tokenizer and isinstance(hf_tokenizer.chat_template, str):
-            write_file(run / folders.CHAT_TEMPLATE, hf_tokenizer.chat_template.encode())
+        if template:
+            write_file(run / folders.CHAT_TEMPLATE, template.encode())
         folders.save_run(run, record, eos_token)
-    sample = command('sample.py', run, 'Once upon a time')
-    print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: {sample}; finetune: train.py with '
+    print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: '
+          f'{command("sample.py", run, "Once upon a time")}; finetune: train.py with '
           f'{shlex.quote(f"--init_from={run}")}')
     if len(ends) > 1:
         name_of = fast_tokenizer(own.name).id_to_token
         print(f'Generation stops at {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}; documents at {own.eos_id}')
+
+
+def read_tokenizer(folder: Path, name: str | None, eos_token: str | None) -> tuple[Tokenizer, bool, str | None]:
+    """Return (tokenizer, whether texts start with bos, chat template). name: as in --tokenizer."""
+    path = name or next(filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model')), None)
+    if path is None:
+        raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
+                        '--tokenizer=gpt2')
+    own = load_tokenizer(path, eos_token=eos_token)
+    if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
+        raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
+    if name:
+        return own, False, None
+    from transformers import AutoTokenizer
+    theirs = AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
+    if len(theirs) > own.n_ids:
+        lost = theirs.convert_ids_to_tokens(range(own.n_ids, len(theirs)))
+        warn_once(f'{path} lacks {", ".join(lost)}, which transformers adds: they are read as text here. To keep them, '
+                  f'call AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(NEW), and import with '
+                  '--tokenizer=NEW/tokenizer.json')
+    template = theirs.chat_template if isinstance(theirs.chat_template, str) else None
+    return own, theirs('a').input_ids[:1] == [own.bos_id], template
 
 
 def read_eos_ids(folder: Path) -> set[int]:

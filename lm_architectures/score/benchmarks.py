@@ -59,26 +59,23 @@ def to_hub_fields(record: dict, task: str) -> dict:
     return record
 
 
-def write_records(path: Path, records: list[dict]) -> str:
-    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
-    return str(path)
-
-
 def task_files(entries: dict, data_dir, folder: Path, has_examples: bool = False) -> list[str]:
     """Write lm-eval tasks that read local files: one YAML file each, which includes lm-eval's own.
 
     entries: {task: its entry in the index of lm-eval's TaskManager}. has_examples: few-shot
     examples come from TASK_train.jsonl. Returns the paths.
     """
+    def write_records(path, records):
+        path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+        return str(path)
     paths = []
     for task, entry in entries.items():
         if entry.kind.name != 'TASK':
             raise UserError(f'{task} is a group of lm-eval tasks: with --data_dir, name the tasks one by one')
-        splits, examples = [split for key, split in entry.cfg.items() if key.endswith('_split') and split], {}
-        files = {split: write_records(folder / f'{task}.jsonl', local_records(data_dir, task)) for split in splits}
+        file, examples = write_records(folder / f'{task}.jsonl', local_records(data_dir, task)), {}
+        files = {split: file for key, split in entry.cfg.items() if key.endswith('_split') and split}
         if has_examples:
-            records = local_records(data_dir, task, ['_train'])
-            files['examples'] = write_records(folder / f'{task}_train.jsonl', records)
+            files['examples'] = write_records(folder / f'{task}_train.jsonl', local_records(data_dir, task, ['_train']))
             examples = {'fewshot_split': 'examples'}
         path = folder / f'{task}.yaml'
         path.write_text(json.dumps({  # JSON is YAML

@@ -54,14 +54,11 @@ class RunLM(TemplateLM):
 
     def rolling(self, texts: list[list[int]]) -> list[float]:
         """Return the log-likelihood of each text (a list of ids) in nats, cut to the context."""
-        windows, owners = [], []
-        for i, ids in enumerate(texts):
-            cut = get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, 1)
-            windows += map(make_disjoint_window, cut)
-            owners += [i] * (len(windows) - len(owners))
+        windows = [(i, make_disjoint_window(window)) for i, ids in enumerate(texts)
+                   for window in get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, 1)]
         totals = [0.0] * len(texts)
-        for owner, (nats, *_) in zip(owners, self.scorer.score(windows)):
-            totals[owner] += nats
+        for (i, _), (nats, *_) in zip(windows, self.scorer.score([window for _, window in windows])):
+            totals[i] += nats
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
@@ -78,34 +75,28 @@ class RunLM(TemplateLM):
             asked.append((prompt[-room:], options))
         collator = Collator(asked, lambda pair: len(pair[0]), group_by='gen_kwargs')
         batches = list(collator.get_batched(n=max(1, self.scorer.batch_tokens // self.scorer.max_length)))
-        texts = {i: generate_texts(self.scorer.model, self.encoding, batches[i], self.ends, seed=i)
-                 for i in range(rank(), len(batches), world())}
-        texts = {i: found for share in all_gather(texts) for i, found in share.items()}
+        mine = {i: self.answers(batches[i], seed=i) for i in range(rank(), len(batches), world())}
+        texts = {i: found for share in all_gather(mine) for i, found in share.items()}
         return collator.get_original([text for i in range(len(batches)) for text in texts[i]])
 
+    def answers(self, batch: list[tuple], seed: int) -> list[str]:
+        """Return a continuation of each prompt, up to the first stop string.
 
-def generate_texts(model, tokenizer: Tokenizer, batch: list[tuple], ends: list[int], seed: int) -> list[str]:
-    """Return a continuation of each prompt, up to the first stop string.
+        batch: [(prompt ids, options)], all with the same options.
+        """
+        options = batch[0][1]
+        stops = [stop for stop in options['until'] if stop]
+        filters = {name: options.get(name) or None for name in ('top_k', 'top_p', 'min_p')}  # 0: off
+        temperature = float(options.get('temperature', 1)) if options['do_sample'] else 0
 
-    batch: [(prompt ids, options)], all with the same options.
-    """
-    options = batch[0][1]
-    stops = [stop for stop in options['until'] if stop]
+        def text_of(ids):
+            return self.encoding.decode_text([i for i in ids if i != self.encoding.eos_id])
 
-    def text_of(ids):
-        ids = [i for i in ids if i != tokenizer.eos_id]
-        return tokenizer.decode_text(ids)
-
-    def finished(_, ids):
-        text = text_of(ids)
-        return any(stop in text for stop in stops)
-    sampling = {'temperature': 0}
-    if options['do_sample']:
-        sampling = {'temperature': float(options.get('temperature', 1)), 'top_p': options.get('top_p'),
-                    'top_k': options.get('top_k') or None, 'min_p': options.get('min_p')}  # top_k 0: off
-    new = generate(model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=ends,
-                   finished=finished, seed=seed, **sampling)
-    return [postprocess_generated_text(text_of(ids), stops, None) for ids in new]
+        def finished(_, ids):
+            return any(stop in text_of(ids) for stop in stops)
+        new = generate(self.scorer.model, [prompt for prompt, _ in batch], options['max_gen_toks'], eos_id=self.ends,
+                       finished=finished, seed=seed, temperature=temperature, **filters)
+        return [postprocess_generated_text(text_of(ids), stops, None) for ids in new]
 
 
 @functools.cache

@@ -42,22 +42,17 @@ pipeline_tag: text-generation
 
 {about}
 
-| | |
-|---|---|
-{facts}
-
-The license is yours to choose. Weights that started from others' keep the conditions of those.
-
-## Loading
-
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
 model = AutoModelForCausalLM.from_pretrained('FOLDER'{code})
 tokenizer = AutoTokenizer.from_pretrained('FOLDER'{code})
 ```
 
-## Model settings
+| | |
+|---|---|
+{facts}
+
+The license is yours to choose. Weights that started from others' keep the conditions of those. The model's settings:
 
 ```json
 {config}

@@ -88,7 +88,7 @@ def read_tokenizer(folder: Path, name: str | None, eos_token: str | None) -> tup
         raise UserError(f'{folder} has neither tokenizer.json nor tokenizer.model: give --tokenizer=FILE, or '
                         '--tokenizer=gpt2')
     own = load_tokenizer(path, eos_token=eos_token)
-    if eos_token and fast_tokenizer(own.name).id_to_token(own.eos_id) != eos_token:
+    if eos_token and not own.name.endswith('.json'):
         raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
     if name:
         return own, False, None
@@ -123,9 +123,8 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     if theirs.hidden_act != 'silu':
         raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard only has silu')
     if n_rows < tokenizer.n_ids:
-        extra = [f'{tokenizer.decode([i]).decode(errors="replace")!r} ({i})' for i in range(n_rows, tokenizer.n_ids)]
         raise UserError(f'{folder} has a vocabulary of {n_rows} rows, but the tokenizer {tokenizer.name} has '
-                        f'{tokenizer.n_ids} ids: remove {", ".join(extra[:5])} from the tokenizer, or choose another '
+                        f'{tokenizer.n_ids} ids: remove those from {n_rows} on from the tokenizer, or choose another '
                         'with --tokenizer')
     # Hugging Face's padding rows (more rows than ids) are part of the softmax; ours are not.
     is_padded = n_rows > tokenizer.n_ids

@@ -1,16 +1,15 @@
 """Exports: every architecture and tokenizer works in transformers and lm-eval."""
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MODELS, ROOT, make_run, run, saved_bytes, succeeded
+from conftest import MODELS, ROOT, make_run, saved_bytes
 from packaging.version import Version
 
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.data.text.train_tokenizer import train_tokenizer
 from lm_architectures.files import UserError
-from lm_architectures.hf import export, import_model
+from lm_architectures.hf import export
 from lm_architectures.hf import tokenizers as hf_tokenizers
 from lm_architectures.run import checkpoint, folders, models
 from lm_architectures.score.scoring import Scorer
@@ -253,18 +252,6 @@ def test_exported_gpt2_and_task_tokenizers_give_the_same_ids(tmp_path, monkeypat
     save_tokenizer(tmp_path, name, False, 32)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs('1,2|3,4/1,2=').input_ids == load_tokenizer(name).encode('1,2|3,4/1,2=')
-
-
-def test_the_chat_template_survives_import_and_export(tmp_path):
-    from test_llama import make_folder
-    make_folder(tmp_path / 'folder', 'Llama 2')
-    (tmp_path / 'own.json').write_text(train_tokenizer(TEXTS * 40, 257))
-    (tmp_path / 'folder/tokenizer.json').write_bytes((tmp_path / 'own.json').read_bytes())
-    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'chat_template': '{{ messages }}'}
-    (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(config))
-    import_model.import_folder(tmp_path / 'folder', tmp_path / 'run')
-    succeeded(run('-m', 'lm_architectures.hf.export', tmp_path / 'run', f'--to_hf={tmp_path}/back'))
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'back').chat_template == '{{ messages }}'
 
 
 FORK = '''

@@ -240,14 +240,15 @@ ADDED = {'__type': 'AddedToken', 'content': '<end>'}
     ('</s>', {'eos_token': '</s>'}, '<end>', '<end>'), ('</s>', {'eos_token': '<none>'}, None, '</s>'),
     ('<x>', {'eos_token': '<none>'}, None, None), ('</s>', {}, '<none>', None)])
 def test_eos_and_bos_come_from_the_option_tokenizer_config_or_known_names(known, told, option, eos, tmp_path):
-    """The run keeps them. Unknown tokens are ignored. The tokenizer prepends <start> to texts."""
+    """The run keeps them, and the chat template. The tokenizer prepends <start> to texts."""
     from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
     make_folder(tmp_path / 'folder', 'more rows than ids')
     own = Tokenizer.from_str(train_tokenizer([], 257).replace('<|endoftext|>', known))
     own.add_special_tokens(['<end>', '<start>'])
     own.post_processor = processors.TemplateProcessing(single='<start> $A', special_tokens=[('<start>', 258)])
     own.save(str(tmp_path / 'folder/tokenizer.json'))
-    (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(told))
+    (tmp_path / 'folder/tokenizer_config.json').write_text(json.dumps(told | {'chat_template': '{{ messages }}'}))
     command = ['-m', 'lm_architectures.hf.import_model', tmp_path / 'folder', f'--out_dir={tmp_path}/run']
     result = run(*command, *([f'--eos_token={option}'] if option else []))
     if eos is None:
@@ -259,4 +260,5 @@ def test_eos_and_bos_come_from_the_option_tokenizer_config_or_known_names(known,
     assert tokenizer.eos_id == own.token_to_id(eos) and tokenizer.bos_id == (bos and own.token_to_id(bos))
     assert data['bos'] is (bos == '<start>')
     succeeded(run('-m', 'lm_architectures.hf.export', tmp_path / 'run', f'--to_hf={tmp_path}/back'))
-    assert json.loads((tmp_path / 'back/tokenizer_config.json').read_text())['eos_token'] == eos
+    again = AutoTokenizer.from_pretrained(tmp_path / 'back')
+    assert (again.eos_token, again.chat_template) == (eos, '{{ messages }}')

@@ -48,9 +48,10 @@ class Machine:
         Compiles a model with `blocks` in place. Call it before DDP and FSDP wrap the model.
         """
         self.compiles = self.device.type == 'cuda' if on is None else on
-        if self.device.type == 'cuda' or on:
-            from lm_architectures.machine import compiling
-            compiling.set_compiler_options()  # FlexAttention is always compiled
+        if self.device.type != 'cuda' and not on:
+            return model
+        from lm_architectures.machine import compiling
+        compiling.set_compiler_options()  # FlexAttention is compiled even if the model is not
         return compiling.compile_model(model) if self.compiles else model
 
     def eager(self) -> AbstractContextManager:
@@ -59,10 +60,10 @@ class Machine:
 
     def peak_flops(self) -> float | None:
         """Return the GPU's peak FLOP/s, or None if unknown."""
-        if self.device.type == 'cuda':
-            from lm_architectures.machine.compiling import peak_flops
-            return peak_flops(self.device, self.dtype)
-        return None
+        if self.device.type != 'cuda':
+            return None
+        from lm_architectures.machine.compiling import peak_flops
+        return peak_flops(self.device, self.dtype)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)

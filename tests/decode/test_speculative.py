@@ -1,6 +1,5 @@
 """Speculative decoding has the distribution of plain decoding, for any draft and length."""
 import copy
-import csv
 import itertools
 from collections import Counter
 from types import SimpleNamespace
@@ -10,12 +9,10 @@ import torch
 from conftest import assert_sentence, run, succeeded, train_tiny
 from test_models import small_model
 
-from lm_architectures.data import open_data
 from lm_architectures.decode import generation, speculation
 from lm_architectures.decode.generation import generate, token_probs
 from lm_architectures.decode.speculation import draft_tokens, speculative_generate
-from lm_architectures.run.folders import read_log, read_run
-from papers.nextlat.speculation import Settings, draft_lengths, read_prompts, summary
+from lm_architectures.run.folders import read_log
 
 OWN = {'sps': dict(window=2), 'mtp': dict(horizon=2), 'jtp': dict(horizon=3)}
 
@@ -219,42 +216,6 @@ def test_training_logs_the_acceptance(runs, tiny_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_same_table_as_one(runs, tiny_data, tmp_path):
-    small = ['--n_prompts=3', '--prompt_tokens=8', '--new_tokens=10', '--draft_lens=1,3,auto', f'--out={tmp_path}/out']
-    command, both = ['-m', 'papers.nextlat.speculation', runs / 'nextlat'], []
-    for processes in (2, 1):
-        result = succeeded(run(*command, *small, f'--data={tiny_data},{tiny_data}', processes=processes))
-        assert result.stdout.count('accepted') == 1
-        both.append(list(csv.DictReader(open(tmp_path / 'out.csv'))))
-    rows, by_time = both[1], ('speedup', 'tokens_per_s')
-    assert all(a[key] == b[key] for a, b in zip(*both, strict=True) for key in a.keys() - by_time)
-    assert [row['draft_len'] for row in rows] == 2 * ['1', '3', 'auto']
-    shares = [float(rows[1][f'cumulative_{i}']) for i in (1, 2, 3)]
-    assert sorted(shares, reverse=True) == shares and 0 <= shares[-1] and shares[0] <= 1
-    assert float(rows[1]['accepted']) <= 3 and float(rows[1]['tokens_per_s']) > 0
-    assert (tmp_path / 'out.png').stat().st_size > 10_000 and '| speed-up |' in (tmp_path / 'out.md').read_text()
-    succeeded(run(*command, *small, f'--draft={runs / "standard"}', '--new_tokens=2'))
-    assert_sentence(run(*command), 'do not fit the context of 64 tokens', 'lower prompt_tokens')
-
-
-@pytest.mark.slow
-def test_prompts_are_document_beginnings(runs, tiny_data):
-    ids = open_data(str(tiny_data)).tokens('val', 0, 2000).tolist()
-    starts = [0, *(i + 1 for i, token in enumerate(ids) if token == 256)]
-    s = Settings(draft_lens='1', n_prompts=3, prompt_tokens=9, new_tokens=9)
-    prompts = read_prompts(read_run(runs / 'nextlat'), str(tiny_data), s)
-    assert prompts == [ids[i:i + 9] for i in starts if 256 not in ids[i:i + 9]][:3]
-
-
-def test_the_summary_has_the_best_fixed_length_and_auto():
-    values = (1, 1.6, 0.9), (2, 1.5, 1.2), (3, 1.25, 1.4), ('auto', 1.75, 2.0)
-    rows = [dict(zip(('run', 'data', 'draft_len', 'speedup', 'accepted'), ('out/a', data, *row)))
-            for data, own in (('x/wiki', values), ('y/wiki', values[:1])) for row in own]
-    assert [[*row.values()] for row in summary(rows, {'out/a': 'a'})] == [
-        ['a', 'x/wiki', '1.50', '1.20', 2, '1.75'], ['a', 'y/wiki', '1.60', '0.90', 1, '']]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize('options', [['--draft_len=auto'], ['--draft_len=3'], ['--draft=standard']])
 def test_sampling_with_drafts(runs, options):
     options = [option.replace('=standard', f'={runs}/standard') for option in options]
@@ -262,12 +223,7 @@ def test_sampling_with_drafts(runs, options):
     assert result.stdout.startswith('ab cd') and '20 tokens in' in result.stderr and 'accepted' in result.stderr
 
 
-def test_unsupported_draft_lengths_give_a_clear_error():
-    assert draft_lengths((2, 5, 'auto'), make('nextlat'), None) == [2, 5, 'auto']
-    assert draft_lengths((2, 5, 'auto'), make('mtp'), None) == [2, 'auto']  # it drafts 2 tokens
-    for lengths, part in (((3, 4), 'this model drafts up to 2 tokens'), ((0, 2), "0: expected 'auto' or 1 to 1000")):
-        with pytest.raises(ValueError, match=part):
-            draft_lengths(lengths, make('mtp'), None)
+def test_impossible_drafts_give_a_clear_error():
     for options, part in ((dict(draft_len=3), 'draft_len is 3: this model can draft at most 2 tokens'),
                           (dict(draft_len=0), "draft_len is 0: expected 'auto' or 1"),
                           (dict(draft=make('standard', **TINY)), 'the draft model has vocab_size 4')):

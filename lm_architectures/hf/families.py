@@ -81,35 +81,35 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
 
     c, tensors: the model's Config and the tensors of its checkpoint. Compares a copy of the model
     with all its layers, but narrow and with random weights: fast for any size, and whatever the run
-    has learned.
+    has learned. The 160 tokens include the first and last ids, but not eos, which only separates
+    documents here.
     """
-    try:
-        family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'
-        width = 3 * c.n_head * (24 // c.n_head + 1)  # transformers needs a multiple of n_head
-        narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
-        if tensors.keys() != hf_tensor_map(c, c.n_ids).keys():
-            return None
-        model = models.model_file(record['model'], record['code']).Model(narrow)
-        return family if max_difference(model, family) < 1e-4 else None
-    except Exception:  # another model lacks some of these settings, or does not run at this size
+    is_alike = {'n_ffn', 'window', 'tied_head', 'rope_scaling', 'qkv_bias', 'qk_norm'} <= vars(c).keys()
+    if not is_alike or tensors.keys() != hf_tensor_map(c, c.n_ids).keys() or c.n_embd % c.n_head:
         return None
+    family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'
+    Model = models.model_file(record['model'], record['code']).Model
+    width = 3 * c.n_head * (24 // c.n_head + 1)  # transformers, too, needs a multiple of n_head
+    narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
+    ids = torch.tensor([[i % c.n_ids for i in range(-80, 80) if i % c.n_ids != c.eos_id]])
+    try:
+        model = randomized(Model(narrow))
+        ours = [model.logits(ids)]  # as in training
+        with torch.no_grad():
+            ours.append(model.logits(ids))  # as in evaluation
+            theirs = to_family(narrow, checkpoint.checkpoint_tensors(model), c.n_ids, family=family).eval()(ids).logits
+    except Exception:  # an edited model may not run at this size, or have tensors of other shapes
+        return None
+    is_same = all((logits[..., :c.n_ids] - theirs).abs().max() < 1e-4 for logits in ours)
+    return family if is_same else None
 
 
-def max_difference(model, family: str) -> float:
-    """Return the greatest difference of a model's logits from its family's, in float64.
-
-    Draws weights large enough that each counts: logits have a standard deviation near 1. The 160
-    tokens include the first and last ids, but not eos, which only separates documents here.
-    """
-    c, model, random = model.config, model.double().eval(), torch.Generator().manual_seed(0)
-    for p in model.parameters():
+def randomized(model):
+    """Return the model in float64, with weights so large that each counts. Logits are near 1."""
+    random = torch.Generator().manual_seed(0)
+    for p in model.double().eval().parameters():
         if p.dim() == 1:
             torch.nn.init.uniform_(p, 0.5, 1.5, random)
         else:
             torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=random)
-    ids = torch.tensor([[i % c.n_ids for i in range(-80, 80) if i % c.n_ids != c.eos_id]])
-    ours = [model.logits(ids)]  # as in training
-    with torch.no_grad():
-        ours.append(model.logits(ids))  # as in evaluation
-        theirs = to_family(c, checkpoint.checkpoint_tensors(model), c.n_ids, family=family).eval()(ids).logits
-    return max((logits[..., :c.n_ids] - theirs).abs().max().item() for logits in ours)
+    return model

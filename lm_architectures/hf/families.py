@@ -85,14 +85,16 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
     documents here.
     """
     is_alike = {'n_ffn', 'window', 'tied_head', 'rope_scaling', 'qkv_bias', 'qk_norm'} <= vars(c).keys()
-    if not is_alike or tensors.keys() != hf_tensor_map(c, c.n_ids).keys() or c.n_embd % c.n_head:
+    if not is_alike or tensors.keys() != hf_tensor_map(c, c.n_ids).keys():
+        return None
+    if c.qkv_bias and c.qk_norm or c.n_embd % c.n_head:  # no family has both; transformers needs a whole quotient
         return None
     family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'
     Model = models.model_file(record['model'], record['code']).Model
-    width = 3 * c.n_head * (24 // c.n_head + 1)  # transformers, too, needs a multiple of n_head
-    narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
+    width = 3 * c.n_head * (24 // c.n_head + 1)  # a multiple of n_head
     ids = torch.tensor([[i % c.n_ids for i in range(-80, 80) if i % c.n_ids != c.eos_id]])
     try:
+        narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
         model = randomized(Model(narrow))
         ours = [model.logits(ids)]  # as in training
         with torch.no_grad():

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -203,21 +204,23 @@ def keep_freed_pages() -> None:
 # ---- terminal and signals ----
 
 def make_progress() -> Callable[[str], None]:
-    """Return a function that prints a line, at most every 10 s."""
+    """Return a function that prints progress: on a terminal, one updating line; else every 10 s."""
     shown = 0.0
 
     def progress(line):
         nonlocal shown
-        if time.time() - shown > 10:
+        if sys.stdout.isatty():
+            say(line[:shutil.get_terminal_size().columns - 1], end='')
+        elif time.time() - shown > 10:
             shown = time.time()
             say(line)
     return progress
 
 
-def say(line: str) -> None:
-    """Print a line at once."""
+def say(line: str, end: str = '\n') -> None:
+    """Print a permanent line, above the updating one."""
     with suppress(OSError):  # the terminal is closed: SIGHUP will stop the run
-        print(line, flush=True)
+        print(('\r\x1b[K' if sys.stdout.isatty() else '') + line, end=end, flush=True)
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> pd.DataFrame:
                                 'lower one')
             wanted[name] = [best / STEP] * (best == rates[0]) + [best * STEP] * (best == rates[-1])
             methods[name].rate = best
-    return pd.DataFrame([{'model': name, 'lr': rate, 'loss': found[rate]} for name, found in losses.items()
+    return pd.DataFrame([{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': found[rate]} for name, found in losses.items()
                          for rate in sorted(found)])
 
 

@@ -226,7 +226,8 @@ def read_logs(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each logged step: the logged values, costs, and the run's label and seed."""
     logs = []
     for _, run in runs.iterrows():
-        log = pd.DataFrame(read_log(run.folder))
+        if (log := pd.DataFrame(read_log(run.folder))).empty:
+            warn_once(f'left out: {run.folder}: nothing was logged')
         logs.append(log.assign(**run[['folder', 'label', 'seed', 'learning_rate', 'gpus', 'flops_per_token']]))
     log = pd.concat(logs, ignore_index=True)
     if 'val' not in log:

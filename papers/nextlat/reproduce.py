@@ -22,6 +22,7 @@ MARK = "--split_at='<|endoftext|>'"
 SCORE_OF = {'countdown': 'solved', 'manhattan': 'valid', 'tinystories': 'val', 'path_star': 'accuracy',
             'path_star_g2_10': 'accuracy'}  # the logged score of a task
 COSTS = {f'{name}, d = {d}': f'nextlat_d1.py {OBJECTIVES[name]} --horizon={d}' for d in (1, 2, 8) for name in MULTI}
+COSTS['bst'] = 'bst.py'
 STEP = '--micro_batch_size=32'  # 33K tokens a step
 
 
@@ -91,7 +92,7 @@ TABLES = {
                f'python -m papers.nextlat.speculation {runs(*DRAFTS)} --out=out/domains'
                f' --data={",".join(f"{DOMAINS}/{name}" for name in ("wikipedia", "books", "code", "math"))}'],
     'costs': [f'python -m bench.speed train "GPT: config/nextlat/fineweb_ntp.py {STEP}"'
-              f' "{name}: config/nextlat/fineweb_{config} {STEP}"' for name, config in (COSTS | {'bst': 'bst.py'}).items()],
+              f' "{name}: config/nextlat/fineweb_{config} {STEP}"' for name, config in COSTS.items()],
     # TinyStories with a vocabulary of 1,000
     'stories_data': [f'hf download roneneldan/TinyStories {STORIES} --repo-type=dataset --local-dir=.',
                      f'python -m lm_architectures.data.text.train_tokenizer {STORIES} {MARK} --vocab_size=1000'

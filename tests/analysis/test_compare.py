@@ -5,26 +5,29 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from conftest import ROOT, assert_sentence, run, succeeded
 from test_analysis import write_run
 
-from analysis import compare
+from analysis import commands, compare
 from analysis.compare import Method
-from analysis.figures import mean_and_interval, read_csv
-from analysis.runs import Run
+from analysis.runs import read_runs
 from lm_architectures.files import UserError
+from lm_architectures.run.models import meta_model
+from model_gpn import Config
 
 BUDGET = ['--max_tokens=800', '--warmup_tokens=80', '--dtype=float32']
 SMALL = '--n_layer=1 --n_head=2 --n_embd=16'
+SPEED = {'standard': 1234, 'gpn': 617}  # training tokens/s
 
 
-def finished_run(folder, model='standard', tokens=100, loss=2.0, settings=None, **values):
+def finished_run(folder, model='standard', tokens=100, loss=2.0, settings=None, seed=0, **values):
     """Write a finished run of a small model with one evaluation at its end."""
     own = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256) | values
     settings = {'max_tokens': tokens, 'learning_rate': 1e-3} | (settings or {})
-    record = {'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss, 'tokens_per_s': 1234}
-    write_run(folder, [], model, settings=settings, log=[record], **own)
+    record = {'step': 1, 'tokens': tokens, 'seconds': 1.0, 'val': loss, 'tokens_per_s': SPEED[model]}
+    write_run(folder, [], model, seed, settings, log=[record], **own)
     return folder
 
 
@@ -46,10 +49,11 @@ def trained(monkeypatch):
         folder, rate, seed = Path(own['out_dir']), float(own.get('learning_rate', 1e-3)), int(own.get('seed', 1))
         values = {key: int(own[key]) for key in ('n_layer', 'n_head', 'n_embd', 'd_k', 'd_v') if key in own}
         model, tokens = own.get('model', 'standard'), int(own.get('max_tokens', 100))
-        settings = {key: own[key] for key in ('data', 'dtype') if key in own} | {'learning_rate': rate, 'seed': seed}
+        settings = {key: own[key] for key in ('data', 'dtype') if key in own} | {'learning_rate': rate}
+        settings |= {key: int(own[key]) for key in ('batch_size', 'micro_batch_size', 'block_size') if key in own}
         settings['warmup_tokens'] = int(own.get('warmup_tokens', 50_000_000))
         loss = 2 + abs(math.log(rate / 1e-3)) + seed / 10
-        finished_run(folder, model, tokens, loss, settings, **values)
+        finished_run(folder, model, tokens, loss, settings, seed, **values)
         (folder / 'ckpt' / 'step_00000001').mkdir(parents=True, exist_ok=True)
         if rate > 1e-2 or ('log_interval' in own and '--resume' not in command):  # diverges, or is killed once
             (folder / 'log.jsonl').write_text('')
@@ -57,7 +61,8 @@ def trained(monkeypatch):
             shutil.rmtree(folder)
         return SimpleNamespace(stderr='the gradients were not finite' if rate > 1e-2 else 'killed')
     monkeypatch.setattr(subprocess, 'run', train)
-    monkeypatch.setattr(compare, 'open_data', lambda data: SimpleNamespace(sha256='x' * (data == 'elsewhere')))
+    monkeypatch.setattr(compare, 'open_data', lambda data: SimpleNamespace(
+        sha256='x' * (data == 'elsewhere'), n_ids=257, eos_id=256))
     monkeypatch.setattr(compare, 'pick_device', lambda name: 'cpu')
     return commands
 
@@ -83,24 +88,26 @@ def test_a_finished_run_with_other_settings_is_rejected(args, sentence, tmp_path
     assert not trained
 
 
+def method(path, rate):
+    return Method([*BUDGET, f'--learning_rate={rate}'], str(path), 1 / 8)
+
+
 def test_best_learning_rates_are_bracketed_by_worse_ones(tmp_path, trained):
     for _ in range(2):  # nothing is trained the second time
-        methods = {name: Method(BUDGET, f'{tmp_path}/{name}', rate)
-                   for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
-        compare.set_best_rates(methods, 1)
+        methods = {name: method(tmp_path / name, rate) for name, rate in (('a', 1e-3), ('b', 1e-3 / 1.5 ** 3))}
+        rates = compare.set_best_rates(methods, 1)
         assert [method.rate for method in methods.values()] == pytest.approx([1e-3, 1e-3])
     assert len(trained) == 3 + 6
     for own in map(given, trained):  # seed 0, which is not compared; an eighth of the tokens
         assert (own['seed'], own['max_tokens'], own['warmup_tokens']) == ('0', '100', '10')
-    _, args = methods['a'].run(1e-3, 1)
-    assert args == [*BUDGET, '--learning_rate=0.001', '--seed=1']
-    rows = read_csv(tmp_path / 'rates.csv')
-    assert [float(row['lr']) for row in rows if row['model'] == 'b'] == pytest.approx(
+    _, args = methods['a'].run(1)
+    assert args == [*BUDGET, '--learning_rate=0.001', '--learning_rate=0.001', '--seed=1']
+    assert [*rates[rates.model == 'b'].lr] == pytest.approx(
         [1e-3 * 1.5 ** i for i in range(-4, 2)], rel=1e-2)
 
 
 def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
-    a, b = Method(BUDGET, f'{tmp_path}/a', 8e-3), Method(BUDGET, f'{tmp_path}/b', 0.1)
+    a, b = method(tmp_path / 'a', 8e-3), method(tmp_path / 'b', 0.1)
     compare.set_best_rates({'a': a}, 1)
     assert a.rate == pytest.approx(1e-3, rel=0.25)
     a.rate = 0.012
@@ -133,8 +140,9 @@ def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp
         rate, = {rate for name, rate, seed in runs if name == model and seed == '5'}
         assert float(rate) == pytest.approx(1e-3, rel=0.25)
         assert {seed for name, own, seed in runs if (name, own) == (model, rate)} == {*'012345'}
-    assert '| minus a |' in result.stdout and '| 1,234 |' in result.stdout and 'commit' in result.stdout
-    assert {'rates.csv', 'compare.csv', 'compare.md'} <= {path.name for path in tmp_path.iterdir()}
+    assert '| minus a (95%) |' in result.stdout and '| 1,234 |' in result.stdout
+    assert 'commit' in (tmp_path / 'compare.md').read_text() and (tmp_path / 'compare.png').exists()
+    assert [*pd.read_csv(tmp_path / 'compare.csv').label] == ['a', 'b']
 
 
 def test_one_model_gets_its_learning_rate_and_a_table_without_differences(tmp_path, trained):
@@ -144,21 +152,24 @@ def test_one_model_gets_its_learning_rate_and_a_table_without_differences(tmp_pa
     assert '\n| a | ' in result.stdout and 'minus' not in result.stdout
 
 
+@pytest.mark.parametrize('equal', ['flops', 'time'])
+def test_tokens_follow_from_the_first_models_flops_or_time(equal, tmp_path, trained):
+    steps = '--block_size=8 --batch_size=4 --micro_batch_size=4 --learning_rate=1e-3'
+    sides = f'a: --model=standard {SMALL} {steps}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 {steps}'
+    succeeded(run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here', '--seeds=2',
+                  '--max_tokens=9600', f'--equal={equal}'))
+    a, b = pd.read_csv(tmp_path / 'compare.csv').to_dict('records')
+    assert a['tokens'] == 9600 and b['tokens'] % 32 == 0, 'whole steps'
+    one = b['flops'] / b['tokens'] if equal == 'flops' else 1 / SPEED['gpn']
+    budget = a['flops'] if equal == 'flops' else 9600 / SPEED['standard']
+    assert b['tokens'] * one == pytest.approx(budget, abs=16 * one)
+
+
 def test_table_values_follow_from_the_runs(tmp_path):
-    losses = {'a': (2.0, 2.1, 2.3), 'b': (2.2, 2.4, 2.45), 'c': (1.0, 1.0, 1.1)}
-    kinds = {'a': ('standard', {}), 'b': ('nanogpt', {}),
-             'c': ('gpn', dict(d_emb=8, d_k=4, d_v=6, n_layer=1, scan='loop'))}
-    runs = {name: [finished_run(tmp_path / f'{name}{i}', model, 1000, loss, **values)
-                   for i, loss in enumerate(losses[name])] for name, (model, values) in kinds.items()}
-    a, b, c = compare.table(runs)
-    assert (b['loss'], b['perplexity']) == pytest.approx((2.35, math.exp(2.35)))
-    gap = mean_and_interval((0.2, 0.3, 0.15), 'minus_first', 'its_low', 'its_high')
-    assert {key: b[key] for key in gap} == pytest.approx(gap) and gap['minus_first'] == pytest.approx(0.65 / 3)
-    assert a['minus_first'] is None and a['its_low'] is None
-    assert mean_and_interval(losses['a'], 'loss', 'low', 'high').items() <= a.items()
-    assert b['state_bytes'] is None, "nanoGPT's shape has no cache"
-    model = Run(runs['c'][0]).model
-    assert c['state_bytes'] == model.new_cache(1, 8).nbytes
-    assert c['parameters'] == sum(p.numel() for p in model.parameters())
-    assert c['flops'] == 1000 * model.flops_per_token(8)
-    assert '| +0.2167 |' in compare.loss_table([a, b, c])
+    folder = finished_run(tmp_path / 'c', 'gpn', 1000, 1.5, d_emb=8, d_k=4, d_v=6, n_layer=1, scan='loop')
+    runs = read_runs([folder])
+    row = commands.table(runs.assign(label='c', y=runs.loss)).iloc[0]
+    model = meta_model('gpn', Config(n_layer=1, n_head=2, n_embd=16, vocab_size=320, n_ids=257, eos_id=256, d_emb=8,
+                                     d_k=4, d_v=6))
+    assert row.state_bytes == model.new_cache(1, 8).nbytes and row.flops == 1000 * model.flops_per_token(8)
+    assert row.parameters == sum(p.numel() for p in model.parameters()) and row['mean'] == 1.5

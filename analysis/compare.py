@@ -168,8 +168,8 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> pd.DataFrame:
                                 'lower one')
             wanted[name] = [best / STEP] * (best == rates[0]) + [best * STEP] * (best == rates[-1])
             methods[name].rate = best
-    return pd.DataFrame([{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': found[rate]} for name, found in losses.items()
-                         for rate in sorted(found)])
+    return pd.DataFrame([{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': loss}
+                         for name, found in losses.items() for rate, loss in sorted(found.items())])
 
 
 def train_seeds(methods: dict[str, Method], seeds: int, jobs: int) -> dict[str, list[Path]]:

@@ -157,8 +157,8 @@ def label(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.Serie
     groups = text.groupby(names, sort=False).ngroup()
     if labels is not None:
         return groups.map(dict(enumerate(given_labels(labels, runs.folder[~groups.duplicated()]))))
-    for name in [name for name in training if name not in names]:
-        print(f'also different: {name} is ' + ', '.join(runs[name].map(str).unique()))
+    for name in [name for name in order if name not in names and (text[name] != '').any()]:
+        print(f'also different: {name} is ' + ', '.join(runs[name][text[name] != ''].map(str).unique()))
     found = pd.Series([printable(', '.join(setting_label(name, runs[name][i]) for name in names if text[name][i]))
                        for i in runs.index], runs.index)
     if found.nunique() < n_groups:  # different values may look the same when shortened

@@ -1,14 +1,12 @@
 """The analysis of GPN states: each measure on data with a known result."""
 import math
 
+import pandas as pd
 import pytest
 import torch
 from conftest import run, succeeded
 from test_gpn import make
 
-from analysis.figures import read_csv
-from lm_architectures.data import open_data
-from model_gpn import Config, Model
 from papers.gpn import state
 
 
@@ -68,7 +66,8 @@ def test_all_measures_of_a_small_model(values):
     ppl = {name: v for part, name, _, v in rows if part == 'perplexity'}
     assert ppl['unchanged'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
     assert len(set(ppl.values())) == len(ppl)
-    axes = {ax.get_ylabel() or ax.get_xlabel(): ax for ax in state.plot(rows).axes}
+    plotted = state.plot(pd.DataFrame(rows, columns=['part', 'name', 'x', 'value'], dtype=object))
+    axes = {ax.get_ylabel() or ax.get_xlabel(): ax for ax in plotted.axes}
     assert [bar.get_width() for bar in axes['validation perplexity'].patches] == [*ppl.values()]
     assert len(axes['cosine of states k apart'].lines) == 2
 
@@ -85,38 +84,25 @@ def test_the_mean_direction_is_decoded_without_the_decoders_bias():
     assert biased == [row for row in again if row[0] == 'mean direction'][:-1]
 
 
-def test_accuracy_by_distance_equals_the_score_of_the_task():
-    torch.manual_seed(0)
-    d = open_data('recall:pairs=4,distances=4-8,length=32,keys=4,values=3,fillers=3,val_rows=16')
-    model = Model(Config(vocab_size=d.n_ids, n_ids=d.n_ids, n_head=2, n_embd=16, d_emb=8, d_k=4, d_v=8, scan='loop'))
+def test_heads_that_are_off_are_not_read():
+    model, idx = make(eos_id=None)
+    batches = [(idx, idx.roll(-1, 1))]
+    nats, _ = state.evaluate(model, batches, heads_off=[*range(model.config.n_head)])
     with torch.no_grad():
-        for p in model.parameters():  # no zeros
-            p.add_(torch.randn_like(p) / 4)
-    batches = [d.val_batch(range(8), d.T), d.val_batch(range(8, 16), d.T)]
-    rows = state.measure(model, batches, torch.arange(d.n_ids), str, d.task.asked_distance)
-    value = {row[:3]: row[3] for row in rows}
-    score = d.score(model, 'cpu', 16)
-    assert [value['accuracy', 'unchanged', far] for far in (4, 8)] == pytest.approx([*score.values()])
-    for name in {name for part, name, _ in value if part == 'perplexity'}:
-        mean = (value['nll', name, 4] + value['nll', name, 8]) / 2  # as many queries at 4 as at 8
-        assert math.exp(mean) == pytest.approx(value['perplexity', name, ''])
-    nats, is_right, _ = state.evaluate(model, batches, heads_off=[0, 1])
-    with torch.no_grad():
-        model.layers[0].read_out.weight.zero_()  # the memory is not read
-    assert torch.allclose(nats, state.evaluate(model, batches)[0]) and len(is_right) == 16 * 4
+        for layer in model.layers:
+            layer.read_out.weight.zero_()  # the memory is not read
+    assert torch.allclose(nats, state.evaluate(model, batches)[0])
 
 
-def test_main_reports_loss_by_distance_for_an_edited_model(tmp_path, capsys):
-    data = 'recall:pairs=2,distances=4-8,length=16,keys=8,values=3,fillers=3,val_rows=2'
-    sizes = ('--n_layer=1', '--n_head=2', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=8', '--scan=loop')
-    succeeded(run('train.py', '--model=gpn_no_decay', f'--data={data}', *sizes, '--mask_documents=False',
+def test_an_edited_model_is_analyzed_with_its_edit(tmp_path, tiny_data):
+    sizes = '--n_layer=1', '--n_head=2', '--n_embd=16', '--d_emb=8', '--d_k=4', '--d_v=8', '--scan=loop'
+    succeeded(run('train.py', '--model=gpn_no_decay', f'--data={tiny_data}', *sizes, '--mask_documents=False',
                   '--block_size=16', '--batch_size=2', '--max_tokens=32', '--warmup_tokens=0', '--dtype=float32',
-                  '--sample_tokens=0', f'--out_dir={tmp_path / "run"}'))
-    other = 'recall:pairs=3,distances=5-16-24,length=64,keys=8,values=3,fillers=3,val_rows=16'
-    state.main([str(tmp_path / 'run'), f'--out={tmp_path / "x"}', '--device=cpu', '--unigram_tokens=1000',
-                    f'--data={other}', '--batches=2', '--batch_size=8'])
-    said, rows = capsys.readouterr().out, read_csv(tmp_path / 'x.csv')
-    value = {tuple(row.values())[:3]: row['value'] for row in rows}
-    assert [x for part, name, x in value if (part, name) == ('nll', 'unchanged')] == ['5', '16', '24']
-    assert f'perplexity unchanged {float(value["perplexity", "unchanged", ""]):.5g}' in ' '.join(said.split())
-    assert any(row['name'].startswith('slow heads') for row in rows if row['part'] == 'perplexity')
+                  '--sample_tokens=0', '--eval_tokens=64', f'--out_dir={tmp_path / "run"}'))
+    said = succeeded(run('-m', 'papers.gpn.state', tmp_path / 'run', f'--out={tmp_path / "x"}', '--device=cpu',
+                         '--unigram_tokens=1000', '--batches=2', '--batch_size=8')).stdout
+    rows = pd.read_csv(tmp_path / 'x.csv').set_index(['part', 'name'])
+    perplexity = float(rows.value['perplexity', 'unchanged'])
+    assert f'perplexity unchanged {perplexity:.5g}' in ' '.join(said.split())
+    assert rows.loc['lifetime'].value.eq('inf').all() and (tmp_path / 'x.png').exists()
+    assert any(name.startswith('slow heads') for name in rows.loc['perplexity'].index)

@@ -3,14 +3,14 @@ import copy
 import random
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run, succeeded, train_tiny
 from test_sps import interleaved_logits, make
 
-from analysis.figures import read_csv, smoothed
-from analysis.runs import long_documents
+from analysis.figures import long_documents, smoothed
 from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.data.text.writing import write_data
@@ -172,7 +172,7 @@ def test_trends_are_quadratic_and_end_where_the_gradient_is_zero():
     assert np.allclose(smoothed(np.arange(8.0) ** 2, 21), np.arange(8.0) ** 2) and list(smoothed([1, 2], 21)) == [1, 2]
     falling = [10.0 ** -k for k in range(30)]
     *trend, a, b = gradient_flow.log_trend(falling + [0.0] * 2)
-    assert trend == pytest.approx(falling) and a == b == ''
+    assert trend == pytest.approx(falling) and a is b is None
 
 
 @pytest.fixture(scope='module')
@@ -189,24 +189,22 @@ def test_figure_5a_of_tiny_runs(tiny_runs, tmp_path):
     result = succeeded(run('-m', 'papers.sps.gradient_flow', *tiny_runs, f'--out={tmp_path}/a', '--n_documents=3',
                            '--positions=2', '--device=cpu'))
     assert 'the first 32 tokens of each document, k up to 16, positions from 2 on' in result.stdout
-    assert 'reverse: the loss of a step does not depend on its own rho' in result.stdout
-    lines = {}
-    for row in read_csv(tmp_path / 'a.csv'):
-        lines.setdefault((row['label'], row['stream']), []).append(float(row['ratio']))
+    assert 'reverse_sps: the loss of a step does not depend on its own rho' in result.stdout
+    lines = pd.read_csv(tmp_path / 'a.csv')[['label', 'stream']].drop_duplicates().to_numpy().tolist()
     sps, reverse = 'sps, method=sps', 'sps, method=reverse_sps'
-    assert list(lines) == [('standard', 'x'), (sps, 'x'), (sps, 'rho'), (reverse, 'x')]
-    assert_sentence(run('-m', 'papers.sps.gradient_flow', tiny_runs[0], '--max_k=30'), 'block_size is 32', 'Lower max_k')
+    assert lines == [['standard', 'x'], [sps, 'x'], [sps, 'rho'], [reverse, 'x']]
+    too_far = run('-m', 'papers.sps.gradient_flow', tiny_runs[0], '--max_k=30')
+    assert_sentence(too_far, 'block_size is 32', 'Lower max_k')
 
 
 @pytest.mark.slow
 def test_figure_5b_of_tiny_runs(tiny_runs, tmp_path):
     result = succeeded(run('-m', 'papers.sps.restricted_state', *tiny_runs, f'--out={tmp_path}/b', '--omega=6',
                            '--n_documents=5', '--batch_size=2', '--device=cpu'))
-    rows, extra = read_csv(tmp_path / 'b.csv'), {}
+    rows = pd.read_csv(tmp_path / 'b.csv')
     # positions count from 1, and 1 to 7 see everything
-    assert [row['position'] for row in rows] == [str(i) for i in range(8, 33)] * 3
-    for row in rows:
-        extra.setdefault(row['label'], []).append(float(row['restricted_nll']) - float(row['nll']))
-        assert float(row['extra_nll']) == pytest.approx(extra[row['label']][-1])
-    ratio = np.mean(extra['standard']) / np.mean(extra['sps, method=sps'])
+    assert [*rows.position] == [*range(8, 33)] * 3
+    assert rows.extra_nll.to_numpy() == pytest.approx((rows.restricted_nll - rows.nll).to_numpy())
+    extra = rows.groupby('label').extra_nll.mean()
+    ratio = extra['standard'] / extra['sps, method=sps']
     assert [line.split()[-2:-1] for line in result.stdout.splitlines() if 'method=sps' in line][-1] == [f'{ratio:.5g}']

@@ -1,9 +1,9 @@
 """Linear probes of frozen states: their targets, training, and table."""
+import pandas as pd
 import pytest
 import torch
 from conftest import assert_sentence, run, succeeded
 
-from analysis import figures
 from papers.nextlat import probes
 
 
@@ -44,10 +44,12 @@ def test_a_probe_learns_the_offset_encoded_in_the_state():
 
 
 def test_the_table_compares_each_offset_with_the_first_label():
-    rows = probes.table({'ntp': [[1.0, 2.0], [3.0, 4.0]], 'nextlat': [[2.5, 2.0]]})
-    assert [(row['label'], row['offset'], row['mean'], row['difference'], row['seeds']) for row in rows] == [
-        ('ntp', 1, 2.0, 0.0, 2), ('ntp', 2, 3.0, 0.0, 2), ('nextlat', 1, 2.5, 0.5, 1), ('nextlat', 2, 2.0, -1.0, 1)]
-    assert (rows[0]['lowest'], rows[0]['highest']) == (1.0, 3.0)
+    measured = [('ntp', 1, 1.0), ('ntp', 2, 2.0), ('ntp', 1, 3.0), ('ntp', 2, 4.0), ('nextlat', 1, 2.5),
+                ('nextlat', 2, 2.0)]
+    rows = probes.table(pd.DataFrame(measured, columns=['label', 'offset', 'nats']))
+    assert rows[['label', 'offset', 'mean', 'difference', 'seeds']].to_numpy().tolist() == [
+        ['ntp', 1, 2.0, 0.0, 2], ['ntp', 2, 3.0, 0.0, 2], ['nextlat', 1, 2.5, 0.5, 1], ['nextlat', 2, 2.0, -1.0, 1]]
+    assert (rows.lowest[0], rows.highest[0]) == (1.0, 3.0)
 
 
 def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
@@ -57,9 +59,9 @@ def test_probes_of_trained_runs_are_drawn_and_written(tmp_path, monkeypatch):
         succeeded(run('train.py', *model, *sizes, f'--out_dir={tmp_path / name}'))
     succeeded(run('-m', 'papers.nextlat.probes', tmp_path / 'ntp', tmp_path / 'mtp', f'--out={tmp_path / "probes"}',
                   '--offsets=3', '--steps=2', '--eval_tokens=64'))
-    rows = figures.read_csv(tmp_path / 'probes.csv')
-    assert [row['offset'] for row in rows] == ['1', '2', '3'] * 2 and (tmp_path / 'probes.png').exists()
-    assert all(4 < float(row['mean']) < 7 for row in rows)
+    rows = pd.read_csv(tmp_path / 'probes.csv')
+    assert [*rows.offset] == [1, 2, 3] * 2 and (tmp_path / 'probes.png').exists()
+    assert rows['mean'].between(4, 7).all()
     for option, sentence in (('--offsets=17', 'offsets is 17'), ('--steps=0', 'steps is 0: expected at least 1'),
                              ('--learning_rate=-1', 'learning_rate is -1.0')):
         assert_sentence(run('-m', 'papers.nextlat.probes', tmp_path / 'ntp', option), sentence)

@@ -1,6 +1,6 @@
 # Small word problem of A5 for two cores: NextLat on words of 4; baseline: --objective=ntp. Words of
-# 12: python -m analysis.a5 RUN --length=12. 7% of the words of 4 in the validation set are also in
-# the training set.
+# 12: python eval.py RUN --val --data=a5:length=12. 7% of the words of 4 in the validation set are
+# also in the training set.
 from config.nextlat.a5 import *
 
 data = 'a5:length=4,val_rows=1000'

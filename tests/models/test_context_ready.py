@@ -11,7 +11,6 @@ from conftest import assert_sentence, rotary_attention, run, succeeded, train_ti
 from test_models import paper_model, paper_settings
 from torch.utils.flop_counter import FlopCounterMode
 
-import analysis.runs
 import model_context_ready
 import model_standard
 import papers.context_ready.unrolls
@@ -433,5 +432,5 @@ def test_a_run_is_converted_and_analysed(tiny_data, tmp_path):
     assert float(ready['K=1 - K=5']) == pytest.approx(float(ready['K=1']) - float(ready['K=5']))
     assert plain['K=1 - K=5'] == plain['L_pooled'] == '' and ready['C/N'] == '8' and 0 < float(ready['L_pooled']) < 10
     settings = [papers.context_ready.unrolls.Settings(tokens=640, batch_size=n) for n in (3, 20)]
-    few, all_at_once = (papers.context_ready.unrolls.row_of(analysis.runs.Run(found[0]), s)['K=1'] for s in settings)
+    few, all_at_once = (papers.context_ready.unrolls.row_of(found[0], s)['K=1'] for s in settings)
     assert few == pytest.approx(all_at_once, abs=0.002)  # each token counts once

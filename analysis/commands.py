@@ -59,31 +59,35 @@ def crossing(points: pd.DataFrame, first: pd.DataFrame, axis: str) -> float | No
     return below[axis].iloc[0] if len(below) else None
 
 
-def logged(runs: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
-    """Return `read_logs` with a column `y`. Of several values, each has a label of its own."""
-    log, values = read_logs(runs), {}
-    for name in names:
+def points_of(runs: pd.DataFrame, s: Settings) -> pd.DataFrame:
+    """Return the `curve` of s.y for each label. If there are several values, labels name them."""
+    log, values, parts = read_logs(runs), {}, []
+    for name in s.y:
         found = ({column: [column] for column in log.select_dtypes('number') if column.startswith(name[:-1])}
                  if name.endswith('*') else {name: name.split('+')})
         if not found or not {*sum(found.values(), [])} <= {*log}:
             raise UserError(f'{" ".join(runs.folder)}: no {name} was logged')
         values |= found
-    return pd.concat([log.assign(y=log[columns].mean(axis=1, skipna=False),
-                                 label=log.label + (f', {name}' if len(values) > 1 else ''))
-                      for name, columns in values.items()])
+    for name, columns in values.items():
+        points = curve(log.assign(y=log[columns].mean(axis=1, skipna=False)), 'y', s.minus)
+        for label in [label for label in runs.label.unique() if label not in {*points.label}]:
+            warn_once(f'left out: {label}: no {name} that all of its runs logged at the same step'
+                      + (f' as {s.minus}' if s.minus else ''))
+        parts.append(points.assign(label=points.label + (f', {name}' if len(values) > 1 else '')))
+    return pd.concat(parts)
 
 
 def curves(runs: pd.DataFrame, s: Settings) -> dict:
-    log = logged(runs, s.y)
-    points = curve(log, 'y', s.minus)
-    for label in {*log.label} - {*points.label}:
-        warn_once(f'left out: {label}: no {", ".join(s.y)} that all of its runs logged at the same step')
+    points = points_of(runs, s)
+    if points.empty:
+        raise UserError(f'no curve of {", ".join(s.y)} to draw for {"; ".join(runs.label.unique())}')
     ends = points.groupby('label', sort=False).tail(1)
+    shown = ['label', 'mean', 'lowest', 'highest', 'seeds', 'step', 'tokens', 'minutes']
     if all(name.startswith(SHARES) for name in s.y):
         solved = points[points.groupby('label')['mean'].transform(lambda y: held_from(y >= SOLVED)).astype(bool)]
         ends = ends.join(solved.groupby('label').step.first().rename('solved from'), on='label')
-    figures.show(ends, 'label', 'mean', 'lowest', 'highest', 'seeds', 'step', 'tokens', 'minutes',
-                 *({'solved from'} & {*ends}))
+        shown.append('solved from')
+    figures.show(ends, *shown)
     axes_of = [axis for axis in AXES if points[axis].notna().all()]
     if 'gpu_hours' in axes_of:
         axes_of.remove('minutes')
@@ -208,7 +212,8 @@ def with_values(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     def last(run):
         values = evaluations(Path(run.folder) / 'eval.jsonl')
         if not {*names} <= {*values}:
-            values |= read_logs(run.to_frame().T).ffill().iloc[-1].to_dict()
+            log = read_logs(run.to_frame().T).select_dtypes('number')
+            values |= {name: log[name].dropna().iloc[-1] for name in names if name in log}
         if missing := {*names} - {*values}:
             raise UserError(f'{run.folder} has no {min(missing)!r}: expected a logged value or a score of eval.py')
         return float(np.mean([values[name] for name in names]))

@@ -127,8 +127,8 @@ def write(path, contents: dict) -> None:
 
 def show(rows, *columns: str) -> None:
     """Print a table of these columns, of all columns if none are named."""
-    table = pd.DataFrame(rows, columns=list(columns) or None, dtype=object).fillna('')
-    print(table.to_string(index=False, float_format='{:.5g}'.format))
+    table = pd.DataFrame(rows, columns=list(columns) or None, dtype=object)
+    print(table.where(table.notna(), '').to_string(index=False, float_format='{:.5g}'.format))
 
 
 def markdown(table: pd.DataFrame) -> str:

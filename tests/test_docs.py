@@ -7,24 +7,22 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import run_subprocess
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ['README.md', 'RESULTS.md', 'CONTRIBUTING.md', *(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
-SCRIPTS = [f'reproduce/{name}.py' for name in ('sps', 'nextlat', 'gpn', 'context_ready')]  # they print commands
-ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'lm_architectures/settings.py', 'lm_architectures/run/folders.py']
+PAGES = [str(path.relative_to(ROOT)) for pattern in ('*.md', 'docs/*.md', 'papers/*/*.md') for path in ROOT.glob(pattern)]
+ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'lm_architectures/settings.py',
+                'lm_architectures/run/folders.py']
 
 
 def commands(page):
-    """Return (script or module path, arguments) of each command on a page or printed by it."""
-    text = run_subprocess(page).stdout if page.endswith('.py') else (ROOT / page).read_text()
-    text = re.sub(r'\\\n\s*', ' ', text)
+    """Return (script or module path, arguments) of each command on a page."""
+    text = re.sub(r'\\\n\s*', ' ', (ROOT / page).read_text())
     found = re.findall(r'python3? (?:-m )?([a-z][\w./]*\w)((?: +(?:"[^"]*"|\'[^\']*\'|[^\s`|;)]+))*)', text)
     names = [(name if name.endswith('.py') else name.replace('.', '/') + '.py', rest) for name, rest in found]
     return [(name, rest) for name, rest in names if not name.startswith(('venv', 'pytest', 'ruff', 'pip'))]
 
 
-@pytest.mark.parametrize('page', [*PAGES, *SCRIPTS])
+@pytest.mark.parametrize('page', PAGES)
 def test_commands_on_the_pages_exist(page):
     wrong = []
     for name, arguments in commands(page):
@@ -34,7 +32,8 @@ def test_commands_on_the_pages_exist(page):
             continue
         sources = [script, *(ROOT / path for path in ALL_SETTINGS
                                if name == 'train.py' or 'compare' in name or 'speed' in name)]
-        sources += [ROOT / 'lm_architectures/data/text/sources.py'] * (name == 'prepare_fineweb.py')  # its Settings extend Reading
+        sources += [ROOT / 'analysis/commands.py'] * (name == 'analysis.py')
+        sources += [ROOT / 'lm_architectures/data/text/sources.py'] * (name == 'prepare_fineweb.py')  # Reading
         code = '\n'.join(path.read_text() for path in sources)
         wrong += [f'{name} --{option}' for option in re.findall(r'--(\w+)', arguments) if not re.search(
             rf'\b{option}\b', code) and option not in ('help', 'toy')]

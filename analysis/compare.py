@@ -35,8 +35,7 @@ from lm_architectures.files import ROOT, UserError, friendly_errors, write_file
 from lm_architectures.machine.devices import pick_device, pick_dtype
 from lm_architectures.run.checkpoint import checkpoints
 from lm_architectures.run.folders import read_log, read_run
-from lm_architectures.run.models import meta_model
-from lm_architectures.run.run_settings import config_class, model_config, read_settings
+from lm_architectures.run.run_settings import read_settings
 from lm_architectures.settings import check_ranges, load_settings
 
 STEP = 1.5  # ratio of neighboring learning rates
@@ -118,8 +117,7 @@ class Method:
     share: float  # of the tokens, with seed 0
 
     def __post_init__(self):
-        self.settings, _, given = load_settings(train.Settings, self.args, config_class)
-        self.values = {name: value for name, value in given.items() if name not in vars(self.settings)}  # of its Config
+        self.settings, *_ = read_settings(train.Settings, self.args)
         self.rate = self.settings.learning_rate  # where the search starts, then the best
         if self.settings.dtype == 'auto':  # in train.py, auto depends on the model's size
             dtype = pick_dtype('auto', pick_device(self.settings.device), big_enough=False)
@@ -132,11 +130,6 @@ class Method:
         rate = f'{rate or self.rate:.3g}'
         return (Path(f'{self.prefix}_lr{rate}_seed{seed}'),
                 [*self.args, *(fewer if seed == 0 else []), f'--learning_rate={rate}', f'--seed={seed}'])
-
-    def flops_per_token(self) -> float:
-        """Return the matmul FLOPs of a training token."""
-        config = model_config(self.settings, self.values, open_data(self.settings.data), None)
-        return meta_model(self.settings.model, config).flops_per_token(self.settings.block_size)
 
     def with_tokens(self, tokens: float, name: str) -> 'Method':
         """Return the method at its best rate with other training tokens, in whole steps."""
@@ -189,7 +182,7 @@ def at_equal_cost(methods: dict[str, Method], s: Settings) -> dict[str, Method]:
     if s.equal == 'tokens':
         return methods
     if s.equal == 'flops':
-        cost = {name: method.flops_per_token() for name, method in methods.items()}
+        cost = {name: read_runs([method.run(0)[0]]).flops_per_token[0] for name, method in methods.items()}
     else:  # seconds a token, of the fastest seed
         runs = train_seeds(methods, s.seeds, s.jobs)
         cost = {name: 1 / read_runs(folders).tokens_per_s.max() for name, folders in runs.items()}

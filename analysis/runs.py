@@ -20,7 +20,6 @@ from lm_architectures.files import UserError, command, is_number, printable, rea
 from lm_architectures.run.continuing import MAY_CHANGE, may_change
 from lm_architectures.run.folders import read_log, read_run
 from lm_architectures.run.models import STORED, count_parameters, meta_model, portable_config, saved_config
-from lm_architectures.run.stored_code import code_digest
 from lm_architectures.settings import make_settings
 
 TRAINING = {field.name for field in dataclasses.fields(train.Settings)}  # the other settings are the model's
@@ -101,8 +100,7 @@ def run_row(folder: str, code: str | None = None) -> dict:
 def edit(folder: str) -> str:
     """Return a digest of the run's copy of its model's code, without attn_kernels.py."""
     files = sorted(Path(folder).glob(f'{STORED}/model_*.py'))
-    text = code_digest('\n'.join(path.read_text(errors='replace') for path in files))
-    return hashlib.sha256(text.encode()).hexdigest()[:6] if files else 'none'
+    return hashlib.sha256(b''.join(path.read_bytes() for path in files)).hexdigest()[:6] if files else 'none'
 
 
 def finished(runs: pd.DataFrame) -> pd.DataFrame:

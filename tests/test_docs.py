@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [str(path.relative_to(ROOT)) for pattern in ('*.md', 'docs/*.md', 'papers/*/*.md') for path in ROOT.glob(pattern)]
+PAGES = [str(path.relative_to(ROOT)) for folder in ('', 'docs/', 'papers/*/') for path in ROOT.glob(f'{folder}*.md')]
 ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'lm_architectures/settings.py',
                 'lm_architectures/run/folders.py']
 

@@ -7,14 +7,14 @@ from conftest import run_subprocess
 
 from analysis import commands, compare
 from lm_architectures import train
-from lm_architectures.run.run_settings import config_class, read_settings
+from lm_architectures.run.run_settings import read_settings
 from lm_architectures.settings import load_settings
 
 
 def check(program, argv):
     """Parse the arguments of a program of this repository."""
-    if program == 'train.py':
-        return load_settings(train.Settings, argv, config_class)
+    if program == 'train.py':  # the runs that it may start from do not exist here
+        return read_settings(train.Settings, [arg for arg in argv if not arg.startswith(('--extend=', '--init_from='))])
     if program == 'analysis':
         assert argv.pop(0) in commands.COMMANDS
         return load_settings(commands.Settings, argv)

@@ -190,6 +190,8 @@ def matched(target: str, by: str, found: dict[str, tuple]) -> dict:
 
 def sizes(parameters: pd.Series) -> pd.Series:
     """Return a common size of models within SAME_SIZE: their smallest number of parameters."""
+    if parameters.isna().any():
+        raise UserError('sizes are unknown: the file of a model is missing (--model=PATH, --code=run)')
     found = {}
     for n in sorted(parameters.unique()):
         found[n] = next((size for size in found.values() if n <= SAME_SIZE * size), n)

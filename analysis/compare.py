@@ -186,6 +186,8 @@ def at_equal_cost(methods: dict[str, Method], s: Settings) -> dict[str, Method]:
     else:  # seconds a token, of the fastest seed
         runs = train_seeds(methods, s.seeds, s.jobs)
         cost = {name: 1 / read_runs(folders).tokens_per_s.max() for name, folders in runs.items()}
+    for name in [name for name, one in cost.items() if pd.isna(one)]:
+        raise UserError(f'{name} has no FLOPs: its model needs flops_per_token (docs/own_model.md)')
     first = next(iter(methods))
     own = methods[first].settings
     budget = own.n_steps * own.tokens_per_step * cost[first]  # whole steps, as trained

@@ -81,7 +81,7 @@ def run_row(folder: str, code: str | None = None) -> dict:
         flops = model.flops_per_token(settings.block_size)
     with suppress(Exception):  # it has no cache
         state = model.new_cache(1, settings.block_size).nbytes
-    steps, last = pd.DataFrame(log), next((line for line in reversed(log) if is_number(line.get('val'))), {})
+    steps, last = log_table(log), next((line for line in reversed(log) if is_number(line.get('val'))), {})
     tokens, device = last.get('tokens', 0), record['versions'].get('device')
     return {
         **values, **dataclasses.asdict(settings),
@@ -220,11 +220,17 @@ def compared(runs: pd.DataFrame, value: str = 'loss', first: str | None = None) 
 
 # ---- the logs ----
 
+def log_table(log: list[dict]) -> pd.DataFrame:
+    """Return a run's log as a table. Integers of more than 64 bits become floats."""
+    table = pd.DataFrame(log)
+    return table.astype(dict.fromkeys(table.select_dtypes(object), float))
+
+
 def read_logs(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each logged step: the logged values, costs, and the run's label and seed."""
     logs = []
     for _, run in runs.iterrows():
-        if (log := pd.DataFrame(read_log(run.folder))).empty:
+        if (log := log_table(read_log(run.folder))).empty:
             warn_once(f'left out: {run.folder}: nothing was logged')
         logs.append(log.assign(**run[['folder', 'label', 'seed', 'learning_rate', 'gpus', 'flops_per_token']]))
     log = pd.concat(logs, ignore_index=True)

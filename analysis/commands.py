@@ -78,6 +78,7 @@ def points_of(runs: pd.DataFrame, s: Settings) -> pd.DataFrame:
 
 
 def curves(runs: pd.DataFrame, s: Settings) -> dict:
+    """Draw s.y over tokens, time and FLOPs. Prints its end, and where it stays below the first."""
     points = points_of(runs, s)
     if points.empty:
         raise UserError(f'no curve of {", ".join(s.y)} to draw for {"; ".join(runs.label.unique())}')
@@ -105,6 +106,7 @@ def curves(runs: pd.DataFrame, s: Settings) -> dict:
 
 
 def title(s: Settings) -> str:
+    """Return what a figure shows."""
     what = 'validation loss, nats per token' if s.y == ('val',) else ', '.join(s.y)
     return what + (f', minus {s.minus}' if s.minus else '')
 
@@ -246,6 +248,7 @@ def formatted(rows: pd.DataFrame, what: str = 'loss') -> str:
 
 
 def final(runs: pd.DataFrame, s: Settings) -> dict:
+    """Compare the last values of s.y, in a table or over the setting s.x."""
     if len(s.y) > 1:
         raise UserError(f'y is {",".join(s.y)}: expected one value, or A+B for a mean')
     runs = with_values(runs, s.y[0])

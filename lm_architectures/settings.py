@@ -1,10 +1,11 @@
-"""Settings of the scripts: dataclasses filled from defaults, a config file and the command line.
+"""Settings: dataclasses filled from one dict of values, wherever each value comes from.
 
-A training run's settings are `train.Settings` and the `Config` of the chosen model file. A config
-file consists of plain Python assignments; `--key=value` overrides it. Unknown names, wrong types
-and values outside a setting's `Literal` choices are errors.
+`typed` gives a value the type of its setting, be it Python in a config file, JSON in a run or text
+on the command line. Unknown names, wrong types and values outside a setting's `Literal` choices are
+errors. lm_architectures/run/run_settings.py merges the settings of a training run.
 """
 import ast
+import builtins
 import dataclasses
 import difflib
 import inspect
@@ -12,78 +13,35 @@ import math
 import os
 import re
 import reprlib
-import runpy
 import sys
 import types
 import typing
-from collections.abc import Callable
+from pathlib import Path
 
 from lm_architectures.files import ROOT, UserError, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: integers up to here are exact as floats and in JSON
+HERE = 'on the command line'
 
 
 class Text(str):
     """A command-line value that is not yet converted to the type of its setting."""
 
 
-# ---- the command line and the config file ----
+# ---- where values come from ----
 
-def load_settings(Settings: type, argv: list[str] | None, config_of: Callable | None = None) -> tuple:
-    """Parse a command line: (settings, positional arguments, {name: value} that the user gave).
+def parse_args(argv: list[str] | None) -> tuple[dict[str, str | bool], list[str]]:
+    """Return ({name: Text, or True for --name}, positional arguments). None: the process's own.
 
-    Settings: a dataclass. argv None: the process's arguments. With config_of, one positional
-    argument is a config file, and the fields of config_of(settings.model), the model's Config, are
-    settings too, returned only in the dict. Arguments after `--` are positional. `--help` prints
-    all settings and exits. Raises UserError for an unknown name, with suggestions.
+    Arguments after `--` are positional. Expands ~/, as shells do not after an equals sign.
     """
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index('--') if '--' in argv else len(argv)
-    argv, positional = argv[:end], argv[end + 1:]
-    positional = [arg for arg in argv if not arg.startswith('--') and arg != '-h'] + positional
-    given = {name: text if text is True else Text(text) for name, text in options_of(argv).items() if name != 'help'}
-    where = dict.fromkeys(given, 'on the command line')
-    if config_of and positional:
-        from_file = settings_of_file(positional, argv, given, Settings, config_of)
-        given, where = from_file | given, dict.fromkeys(from_file, f'in {positional[0]}') | where
-    own = {f.name: f for f in dataclasses.fields(Settings)}
-    classes = [Settings, config_of(given.get('model', own['model'].default))] if config_of else [Settings]
-    if {'-h', '--help'} & set(argv):
-        print_help(*classes)
-        sys.exit(0)
-    types_of = {name: kind for cls in classes for name, kind in typing.get_type_hints(cls).items()}
-    for name in given:
-        if name not in types_of:
-            near = difflib.get_close_matches(name, types_of)
-            hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
-            raise UserError(f'unknown setting {name!r} {where[name]}: {hint}')
-        given[name] = typed(name, given[name], types_of[name], where[name])
-    return Settings(**{name: value for name, value in given.items() if name in own}), positional, given
-
-
-def settings_of_file(positional: list[str], argv: list[str], given: dict, Settings: type, config_of: Callable) -> dict:
-    """Return the settings in the config file, the one positional argument. UserError for several.
-
-    If the command line names another model, those that only the file's model has are left out.
-    """
-    if len(positional) > 1:
-        spaced = [f': write {name}={text}' for name, text in zip(argv, argv[1:])
-                  if re.fullmatch(r'--\w+', name) and text in positional]
-        raise UserError('expected one config file and overrides as --key=value, got '
-                        + ' '.join(positional) + ''.join(spaced[:1]))
-    found = read_config_file(positional[0])
-    if 'model' in given and 'model' in found:
-        old, new = (typing.get_type_hints(config_of(values['model'])) for values in (found, given))
-        for name in old.keys() - new.keys() - typing.get_type_hints(Settings).keys():
-            found.pop(name, None)
-    return found
-
-
-def options_of(argv: list[str]) -> dict[str, str | bool]:
-    """Return {name: text} of the options, True for one without =. Expands ~/, as shells do not."""
+    argv, positional = ['--help' if arg == '-h' else arg for arg in argv[:end]], argv[end + 1:]
     options = [arg[2:].partition('=') for arg in argv if arg.startswith('--')]
-    return {name: (os.path.expanduser(text) if text.startswith('~/') else text) if equals else True
-            for name, equals, text in options}
+    values = {name: Text(os.path.expanduser(text) if text.startswith('~/') else text) if equals else True
+              for name, equals, text in options}
+    return values, [arg for arg in argv if not arg.startswith('--')] + positional
 
 
 def read_config_file(path: str) -> dict:
@@ -95,14 +53,49 @@ def read_config_file(path: str) -> dict:
         near = difflib.get_close_matches(path, known, 3, 0.4) or [os.path.relpath(ROOT / 'config/quickstart.py')]
         raise UserError(f'there is no config file {path}: did you mean {" or ".join(near)}?')
     try:
-        names = runpy.run_path(str(path))
+        names = run_config_file(path)
     except Exception as error:
         raise UserError(f'config file {path} does not run: {type(error).__name__}: {first_line(error)}')
     return {name: value for name, value in names.items()
             if not (name.startswith('_') or callable(value) or isinstance(value, types.ModuleType))}
 
 
-# ---- the type of a setting ----
+def run_config_file(path) -> dict:
+    """Return the names of a config file. It imports config.NAME from the repository's config/."""
+    def import_(name, *args):
+        if name.partition('.')[0] != 'config':
+            return __import__(name, *args)
+        return types.SimpleNamespace(**run_config_file(ROOT / f'{name.replace(".", "/")}.py'))
+    names = {'__name__': Path(path).stem, '__file__': str(path),
+             '__builtins__': {**vars(builtins), '__import__': import_}}
+    exec(compile(Path(path).read_bytes(), path, 'exec'), names)
+    return names
+
+
+def load_settings(Settings: type, argv: list[str] | None) -> tuple:
+    """Parse a script's command line: (settings, positional arguments, {name: value} given).
+
+    Settings: a dataclass. `--help` prints all settings and exits.
+    """
+    values, positional = parse_args(argv)
+    if values.pop('help', False):
+        print_help(Settings)
+    given = convert(values, HERE, Settings)
+    return Settings(**given), positional, given
+
+
+# ---- values of the right type ----
+
+def convert(values: dict, where: str, *classes: type) -> dict:
+    """Return values in the types of the classes' fields. UserError, with suggestions, if wrong."""
+    types_of = {name: kind for cls in classes for name, kind in typing.get_type_hints(cls).items()}
+    for name in values:
+        if name not in types_of:
+            near = difflib.get_close_matches(name, types_of)
+            hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
+            raise UserError(f'unknown setting {name!r} {where}: {hint}')
+    return {name: typed(name, value, types_of[name], where) for name, value in values.items()}
+
 
 def kinds(annotation) -> tuple[list[type], list, object]:
     """Return what a setting allows: (types, values of its Literals, its tuple's elements or None).
@@ -110,18 +103,13 @@ def kinds(annotation) -> tuple[list[type], list, object]:
     Of `tuple[int, ...] | None` these are [NoneType], [] and int.
     """
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    parts = typing.get_args(annotation) if is_union else (annotation,)
-    allowed, choices, element = [], [], None
-    for part in parts:
-        if typing.get_origin(part) is typing.Literal:
-            choices += typing.get_args(part)
-        elif typing.get_origin(part) is tuple:
-            element, *rest = typing.get_args(part)
-            if rest != [...]:
-                raise UserError(f'a setting has the type {annotation}: expected tuple[X, ...]')
-        else:
-            allowed.append(part)
-    return allowed, choices, element
+    parts = [(part, typing.get_origin(part), typing.get_args(part))
+             for part in (typing.get_args(annotation) if is_union else (annotation,))]
+    choices = [choice for _, origin, args in parts if origin is typing.Literal for choice in args]
+    elements = [args for _, origin, args in parts if origin is tuple]
+    if any(args[1:] != (...,) for args in elements):
+        raise UserError(f'a setting has the type {annotation}: expected tuple[X, ...]')
+    return [part for part, origin, _ in parts if not origin], choices, elements[0][0] if elements else None
 
 
 def expected(annotation) -> str:
@@ -180,10 +168,7 @@ def make_settings(Settings: type, values: dict, where: str):
 
     Raises UserError for unknown names and invalid values; its message contains `where`.
     """
-    types_of = typing.get_type_hints(Settings)
-    if unknown := sorted(values.keys() - types_of.keys()):
-        raise UserError(f'unknown settings {where}: {file_of(Settings)} has no {", ".join(unknown)}')
-    values = {name: typed(name, value, types_of[name], where) for name, value in values.items()}
+    values = convert(values, where, Settings)
     try:
         return Settings(**values)
     except (ValueError, ZeroDivisionError) as error:
@@ -208,7 +193,7 @@ def check_ranges(settings, **ranges: float | tuple) -> None:
 
 
 def print_help(*classes: type) -> None:
-    """Print each setting of a script and model with its type, default and source comment."""
+    """Print each setting of a script and model with its type, default and comment. Exits."""
     print((inspect.getmodule(classes[0]).__doc__ or '').strip())  # none under python -OO
     for cls, title in zip(classes, ('settings and their defaults', 'settings of the model')):
         print(f'\n{title} ({file_of(cls)}):')
@@ -217,3 +202,4 @@ def print_help(*classes: type) -> None:
         hints = typing.get_type_hints(cls)
         for f in dataclasses.fields(cls):
             print(f'  --{f.name}={f.default!r}  ({expected(hints[f.name])})\n        {comments.get(f.name, "")}')
+    sys.exit(0)

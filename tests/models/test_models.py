@@ -14,10 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import attn_kernels
 import model_standard
 import train
-from lm_architectures import settings
 from lm_architectures.data.text.tokenizers import padded_vocab
 from lm_architectures.machine import devices
-from lm_architectures.run import models
+from lm_architectures.run import models, run_settings
 from papers.context_ready.reproduce import ROWS, training
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
@@ -93,7 +92,8 @@ def small_model(name, values):
 def paper_settings(name):
     """Return the settings of a config file, or of a row of papers/context_ready/reproduce.py."""
     argv = training(name).split()[2:] if name in ROWS else [f'config/{name}.py']
-    return settings.load_settings(train.Settings, argv, config_of=lambda model: models.model_file(model).Config)[2]
+    s, values, _ = run_settings.read_settings(train.Settings, argv)
+    return vars(s) | values
 
 
 def paper_model(name, **of_data):

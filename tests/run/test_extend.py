@@ -8,7 +8,7 @@ from conftest import STEP_TOKENS, assert_sentence, config_json, contents, losses
 
 import train
 from lm_architectures.files import UserError
-from lm_architectures.run import continuing, folders, models
+from lm_architectures.run import folders, models, run_settings
 
 pytestmark = pytest.mark.slow
 
@@ -80,9 +80,11 @@ def test_init_from_takes_over_what_both_models_mean_alike(source, target, taken,
     config = models.make_config(source, {'n_head': 2, 'n_embd': 16, 'window': 7, 'norm_eps': 1e-3})
     record = {'model': source, 'code': None, 'model_config': dataclasses.asdict(config)}
     monkeypatch.setattr(folders, 'read_run', lambda folder, code: record)
-    s = train.Settings(model=target, init_from='out/a', out_dir='out/b')
-    values = continuing.inherit_model_settings(s, {})[1]
+
+    def settings(model):
+        return run_settings.read_settings(train.Settings, [f'--model={model}', '--init_from=out/a'])[1]
+    values = settings(target)
     assert values['norm_eps'] == 1e-3 and (values.get('window') == 7) == taken
     if source == 'standard':
         with pytest.raises(UserError, match='it has window = 7, but model_nextlat has no window'):
-            continuing.inherit_model_settings(dataclasses.replace(s, model='nextlat'), {})
+            settings('nextlat')

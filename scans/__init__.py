@@ -2,6 +2,7 @@
 import functools
 import os
 import sys
+from pathlib import Path
 
 from attn_kernels import digest
 
@@ -17,17 +18,21 @@ except ImportError:  # no Triton for this platform
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
 
 
+def kernels_on_cpu():
+    return KERNELS_ON_CPU
+
+
 def pinned(model, fast):
     """Return `fast`, a module of this folder, if it may replace the model's equations, else None.
 
     config.scan = 'loop': never; 'fast': always; 'auto': if the model is its file's Model, not a
     subclass, and the digest of the code that `fast` re-implements is one of `fast.PINS`.
     """
-    file, cls = sys.modules[type(model).__module__], type(model)
+    file, cls, name = sys.modules[type(model).__module__], type(model), fast.__name__.rpartition('.')[2]
     if model.config.scan != 'auto':
         return fast if model.config.scan == 'fast' else None
     if cls is not getattr(file, 'Model', None) or cls.__base__.__module__.partition('.')[0] != 'torch':
-        _warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: {fast.__name__} '
+        _warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: scans.{name} '
                    'does not support subclasses')
         return None
     why, hint = 'it does not implement the edit', ''
@@ -35,14 +40,13 @@ def pinned(model, fast):
         found = digest(*fast.implements(file))
         if found in fast.PINS:
             return fast
-        name = fast.__name__.removeprefix('scans.')
         hint = (f'. python -m pytest tests/scans -k {name} compares both forms: if they are equal, add {found!r} to '
                 f'PINS in scans/{name}.py')
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
-    is_copy = '.' in file.__name__  # in a package: the code stored in a run
-    _warn_once(f'{file.__name__} was edited, so its equations run step by step, without {fast.__name__} ({why})'
-               + hint * (not is_copy))
+    is_copy = Path(getattr(file, '__file__', '')).parent.name == 'code'  # stored in a run
+    _warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step, without '
+               f'scans.{name} ({why})' + hint * (not is_copy))
     return None
 
 

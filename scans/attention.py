@@ -20,9 +20,9 @@ import functools
 
 import torch
 
-import scans
 from attn_kernels import digest
-from scans import constexpr, jit, tl, triton
+
+from . import constexpr, jit, kernels_on_cpu, tl, triton
 
 PINS = ('3e382cfc3b4eff13', '8b701bc9aab89c39')  # digests of `sees` in model_standard.py and model_sps.py
 TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a tile}; no spills on an H100
@@ -41,13 +41,14 @@ def check(model):
     if head_size not in (32, 64, 128):
         raise ValueError(f'Triton kernels support head sizes 32, 64 and 128, not {head_size}: use --attention=auto')
     if isinstance(sees, list) or hasattr(model, 'score_bias') or digest(sees) not in PINS:
-        raise ValueError(f'the attention of {type(model).__module__} has been edited, and the Triton kernels do not '
-                         'implement the edit: use --attention=auto')
+        name = type(model).__module__.rpartition('.')[2]
+        raise ValueError(f'the attention of {name} has been edited, and the Triton kernels do not implement the edit: '
+                         'use --attention=auto')
 
 
 def make_mask(T, device, doc_start, reaches, first=0):
     """Return a mask for `attention`: a function (q, k, v) -> out. See `triton_attention`."""
-    if triton is None or device.type == 'cpu' and not scans.KERNELS_ON_CPU:
+    if triton is None or device.type == 'cpu' and not kernels_on_cpu():
         raise ValueError('attention = triton needs a GPU and the package triton: use --attention=auto')
     return functools.partial(triton_attention, doc_start=doc_start, reaches=reaches, T=T, first=first)
 

@@ -71,11 +71,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-import scans
 from attn_kernels import outside_graphs
-from scans import gpn_cpu, triton
-from scans.gpn_cpu import CSteps, c_dtype
-from scans.gpn_gpu import Graph, KernelSteps, key_of
+
+from . import gpn_cpu, kernels_on_cpu, triton
+from .gpn_cpu import CSteps, c_dtype
+from .gpn_gpu import Graph, KernelSteps, key_of
 
 PINS = {'7aa4d913c5769cdb'}  # digests of what `implements` lists
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
@@ -94,7 +94,7 @@ def implements(model_file):
 
 def runs_on(device):
     """Return True on a GPU with Triton, and on a CPU with a C compiler."""
-    if device.type == 'cuda' and triton is not None or scans.KERNELS_ON_CPU:
+    if device.type == 'cuda' and triton is not None or kernels_on_cpu():
         return True
     return _compiles_c(device.type)
 
@@ -200,7 +200,7 @@ def fold(model):
 # ---- the operator: all steps of a batch, a custom op, so that the compiler sees no loop ----
 
 def uses_c(device):
-    return device.type == 'cpu' and not scans.KERNELS_ON_CPU
+    return device.type == 'cpu' and not kernels_on_cpu()
 
 
 @functools.cache
@@ -311,8 +311,9 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
     return [grad_u, *(total.to(x.dtype) for total, x in zip(totals, folded))]
 
 
-_scan_op = torch.library.custom_op('gpn::scan', scan_forward, mutates_args=())
-_scan_backward_op = torch.library.custom_op('gpn::scan_backward', scan_backward, mutates_args=())
+_NAMESPACE = __name__.replace('.', '_')
+_scan_op = torch.library.custom_op(f'{_NAMESPACE}::scan', scan_forward, mutates_args=())
+_scan_backward_op = torch.library.custom_op(f'{_NAMESPACE}::scan_backward', scan_backward, mutates_args=())
 
 
 @_scan_op.register_fake

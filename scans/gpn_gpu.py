@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attn_kernels import at_least_fp32, compiled
-from scans import constexpr, jit, tl, triton
+
+from . import constexpr, jit, tl, triton
 
 
 def _launch(kernel, grid, warps, *args):

@@ -35,6 +35,7 @@ from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.data.text.writing import write_data
 from lm_architectures.run import checkpoint, folders, models
 
+sys.modules['lm_architectures.scans'] = scans  # one copy for `import model_gpn` and `model_file('gpn')`
 os.environ.pop('TRITON_INTERPRET', None)
 scans.KERNELS_ON_CPU = False
 

@@ -121,7 +121,7 @@ def longest_draft(model, draft, draft_len: DraftLen) -> int:
                         f'{model.config.vocab_size}: use a draft model with the same vocabulary')
     most = inf if draft is not None else getattr(model, 'longest_draft', 0)
     if most < 1:
-        raise UserError(f'{type(model).__module__} cannot draft for itself: give a draft model, '
+        raise UserError(f'{type(model).__module__.rpartition(".")[2]} cannot draft for itself: give a draft model, '
                         '--draft=RUN')
     longest = min(most, MAX_AUTO_DRAFT) if draft_len == 'auto' else draft_len
     if longest > most:

@@ -150,12 +150,12 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
     wrapper = wrapper.replace('from model_standard import', f'from .model_{record["model"]} import')
     files = models.code_of(record['model'], record['code'])
     for name in files:  # transformers copies the files that it finds by this form of import
-        wrapper += f'from .{name.removesuffix(".py")} import __name__ as _\n'
+        wrapper += f'from .{name} import __name__ as _\n'
     write_file(folder / 'hf_model.py', wrapper.encode())
     for name, (_, code) in files.items():
-        code = re.sub('^( +)from scans import .*$', r'\1raise ModuleNotFoundError  # scans/ is not exported', code,
+        code = re.sub('^( +)from lm_architectures.scans import .*$', r'\1raise ModuleNotFoundError  # scans/ is not exported', code,
                       flags=re.MULTILINE)  # it reads weights itself and would not see adapters
-        write_file(folder / name, code.encode())
+        write_file(folder / f'{name}.py', code.encode())
 
 
 def main(argv: list[str] | None = None) -> None:

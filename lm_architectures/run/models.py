@@ -1,32 +1,42 @@
-"""Models by name: files of this repository, files that the user names, and code stored in runs.
+"""Model files: found by name or path, imported as a package, and stored in runs.
 
-A name such as 'sps' stands for model_sps.py or papers/*/edits/sps.py, or for a file given to `add_file`.
-Where `code` is a run folder, it stands for the copy in that folder. Nothing else is imported.
+A name such as 'sps' stands for model_sps.py or papers/*/edits/sps.py, or for a file given to
+`add_file`. Where `code` is a run folder, it stands for the copy in that folder. The file and the
+files that it imports, from its own folder or from the repository, are one dict, {module: (file,
+text)}. It is imported as a package from memory, and written into runs and exports.
 """
+import ast
 import dataclasses
 import difflib
+import functools
+import hashlib
 import importlib
-import importlib.util
+import io
 import json
+import linecache
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import decode_source, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from lm_architectures.files import ROOT, UserError, first_line
+import attn_kernels
+from lm_architectures.files import ROOT, UserError, first_line, warn_once
 from lm_architectures.settings import make_settings
 
-STORED = 'code'  # folder of a run with copies of its model's file and of the files that it imports
-SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb', 'lm_architectures'}  # never part of a model
-IMPORTS = re.compile(r'^( *)(?:from \.?(\w+) import|'
-                     r'(?:from \. )?import (\w+)(?: as (\w+))?[ \t]*(?:#.*)?$)', re.MULTILINE)
+STORED = 'code'  # folder of a run with its model's package
+SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb'}  # files of the repository that are no part of a model
+KERNELS = decode_source(Path(attn_kernels.__file__).read_bytes())
+parse = functools.lru_cache(ast.parse)
 ADDED = {}  # {name: path} of the model files that `add_file` made known
+PACKAGES = {}  # {package: {module: (file, text)}} of the models imported in this process
 
 
 # ---- files ----
@@ -57,27 +67,27 @@ def add_file(path: str) -> str:
         raise UserError(f'model is {path!r}, whose name {name!r} is '
                         + (f'that of {other}' if other else 'not a Python name') + ': rename the file')
     ADDED[name] = other or file  # the same file, perhaps by another path
-    sys.path.append(str(file.parent))  # for what it imports from there
     return name
 
 
 def given_model(model: str) -> str:
     """Return the name of a model that the user gave by name or by path."""
-    if not isinstance(model, str):
-        raise UserError(f'model is {model!r}: expected the name of a model or the path of its file')
     return add_file(model) if model.endswith('.py') else model
 
 
 def find_file(name: str, code: str | None = None) -> Path:
     """Return the file of a model. code: a run folder whose copy is meant. UserError if unknown."""
-    known, stored = known_models(), Path(code or '') / STORED / f'model_{name}.py'
+    if code:
+        stored = Path(code) / STORED / f'model_{name}.py'
+        if not stored.is_file():
+            raise UserError(f'{code} has no copy of the code of its model, {stored}: leave out --code=run')
+        return stored
+    known = known_models()
     edits = [*ROOT.glob(f'papers/*/edits/{name}.py')] if name.isidentifier() else []
-    if not code and edits and (ROOT / f'model_{name}.py').is_file():
+    if edits and (ROOT / f'model_{name}.py').is_file():
         raise UserError(f'{edits[0].relative_to(ROOT)} has the name of model_{name}.py: rename it')
-    if code and not stored.is_file():
-        raise UserError(f'{code} has no copy of the code of its model, {stored}: leave out --code=run')
-    if code or name in known:
-        return stored if code else known[name]
+    if name in known:
+        return known[name]
     near = difflib.get_close_matches(name, known, 1, 0.4)
     nearest = f'did you mean {near[0]!r}? Otherwise ' if near else ''
     raise UserError(f'unknown model {name!r}: {nearest}give the path of its file with --model=PATH or, for a run that '
@@ -85,74 +95,117 @@ def find_file(name: str, code: str | None = None) -> Path:
                     f'lm_architectures.hf.export). Models here: {", ".join(sorted(known))}')
 
 
-def model_file(name: str, code: str | None = None) -> ModuleType:
-    """Return the module of a model: see `find_file`. Imports it again after an edit."""
-    path = find_file(name, code)
-    if code:
-        from lm_architectures.run.stored_code import import_copy
-        return import_copy(path)
-    texts = {str(file): text for file, text in code_of(name).values()}
-    loaded = {key: module for key, module in [*sys.modules.items()] if getattr(module, '__file__', None) in texts}
-    edited = {file for module in loaded.values() for file, text in getattr(module, '__texts__', {}).items()
-              if texts.get(file, text) != text}
-    for key, module in loaded.items():
-        if edited and (key != 'attn_kernels' or module.__file__ in edited):
-            Path(importlib.util.cache_from_source(module.__file__)).unlink(missing_ok=True)  # may be as old as the edit
-            del sys.modules[key]
-    try:
-        return sys.modules.get(f'model_{name}') or import_file(f'model_{name}', path)
-    finally:  # also for what a file imported that failed
-        for module in [*sys.modules.values()]:
-            if getattr(module, '__file__', None) in texts:
-                module.__texts__ = texts
-
-
-def import_file(name: str, path: Path) -> ModuleType:
-    """Import a model's file as the module `name`."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        exec(compile(path.read_bytes(), path, 'exec'), vars(module))  # never from a .pyc file
-        if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
-            raise UserError(f'{path} is not a model file: it has no {missing[0]}')
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-# ---- code stored in runs ----
+# ---- packages ----
 
 def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
-    """Return {name of a copy: (file, text)} of a model's file and the files that it imports.
+    """Return {module: (file, text)} of a model's file and the files that it imports.
 
-    Those are in ROOT, or beside it, and imported by `from x import` or `import x` on a
-    line of its own. In the texts, they import each other by relative imports, so that copies work
-    as a package. code: see `find_file`. UserError if two files have the same name.
+    They are beside the model's file, or in the repository. In the texts, they import each other by
+    relative imports. code: see `find_file`. UserError if two files have the same name.
     """
-    files, found = [find_file(name, code)], {}
-    for path in files:
-        def relative(match):
-            indent, of, whole, alias = match.groups()
-            folders = [path.parent] if code else [ROOT, path.parent]  # in the order of sys.path
-            file = next(filter(Path.is_file, (folder / f'{of or whole}.py' for folder in folders)), None)
-            if file is None or (of or whole) in {*SCRIPTS, *sys.stdlib_module_names}:
-                return match[0]
-            files.extend({file} - {*files})
-            if of:
-                return f'{indent}from .{copy_name(file)} import'
-            alias = alias or whole
-            return f'{indent}from . import {copy_name(file)}' + f' as {alias}' * (alias != copy_name(file))
-        text = IMPORTS.sub(relative, path.read_text(encoding='utf-8'))
-        if (other := found.get(f'{copy_name(path)}.py', (path,))[0]) != path:
-            raise UserError(f'{other} and {path} would have the same name in a run: rename one of them')
-        found[f'{copy_name(path)}.py'] = path, text
+    path, own = find_file(name, code), f'model_{name}'
+    folders = [path.parent] if code else [path.parent, ROOT]
+    files, found = {own: path}, {}
+    while missing := [module for module in files if module not in found]:
+        for module in missing:
+            text, imported = relative_imports(files[module], folders)
+            if imported.get(own, path) != path:
+                raise UserError(f'{path} and {imported[own]} would have the same name in a run: rename one of them')
+            found[module] = files[module], text
+            files |= imported
     return found
 
 
-def copy_name(path: Path) -> str:
-    """Return the name of a file's copy in a run."""
-    return path.stem if path.name == 'attn_kernels.py' else f'model_{model_name(path)}'
+def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
+    """Return a file's text, with relative imports of the files in `folders`; {module: its file}.
+
+    `scans` always is the repository's folder, which is no part of the package.
+    """
+    text, files = decode_source(path.read_bytes()), {}
+    lines = text.encode().split(b'\n')  # the positions in `ast` count bytes
+    nodes = [node for node in ast.walk(parse(text, path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else [a.name for a in node.names]
+        parents = {}  # {name: what it is imported from}
+        for name in names:
+            top = name.partition('.')[0]
+            file = next((folder / f'{top}.py' for folder in folders if (folder / f'{top}.py').is_file()), None)
+            if top == 'scans':
+                parents[name] = 'lm_architectures'
+            elif file and top not in sys.stdlib_module_names and not (file.parent == ROOT and top in SCRIPTS):
+                parents[name], files[top] = '', file
+        if not parents or getattr(node, 'level', 0):
+            continue
+        line, start, end = node.lineno - 1, node.col_offset, node.end_col_offset
+        if isinstance(node, ast.ImportFrom):
+            new = re.sub(rb'^from\s+', f'from {parents[node.module]}.'.encode(), lines[line][start:])
+            lines[line] = lines[line][:start] + new
+        else:
+            new = '; '.join((f'from {parents[a.name] or "."} ' if a.name in parents else '')
+                            + f'import {ast.unparse(a)}' for a in node.names)
+            lines[line] = lines[line][:start] + new.encode() + lines[line][end:]
+    return b'\n'.join(lines).decode(), files
+
+
+class FromText(SourceFileLoader):
+    """Loads a module of a package from its text in memory."""
+
+    def __init__(self, fullname: str, path: Path, text: str):
+        """Give each text a file name of its own, under which tracebacks and `inspect` find it.
+
+        After an edit of the file, they still show what runs. Debuggers resolve the name.
+        """
+        lines, name = [*io.StringIO(text)], f'{path.parent}/./{path.name}'
+        while linecache.cache.setdefault(name, (len(text), None, lines, name))[2] != lines:
+            name = f'{os.path.dirname(name)}/./{path.name}'
+        super().__init__(fullname, name)
+        self.text = text
+
+    def get_data(self, path):
+        return self.text.encode()
+
+    def get_code(self, fullname):
+        return compile(self.text, self.path, 'exec', dont_inherit=True)  # never from a .pyc file
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        """Find a module of PACKAGES: Python calls this for each import of a new module."""
+        package, _, module = fullname.rpartition('.')
+        name = re.fullmatch(r'model_(\w+)_[0-9a-f]{12}', fullname)
+        if name and name[1] in known_models():  # of an object that another process pickled
+            model_file(name[1])
+            return getattr(sys.modules.get(fullname), '__spec__', None)
+        if module in PACKAGES.get(package, ()):
+            loader = cls(fullname, *PACKAGES[package][module])
+            return spec_from_file_location(fullname, loader.path, loader=loader)
+        return None
+
+
+sys.meta_path.append(FromText)
+
+
+def model_file(name: str, code: str | None = None) -> ModuleType:
+    """Return the module of a model: see `find_file`. Imports it again after an edit.
+
+    attn_kernels is shared by all models with the same text of it.
+    """
+    files = code_of(name, code)
+    package = f'model_{name}_{hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]}'
+    if package not in PACKAGES:
+        PACKAGES[package], spec = files, ModuleSpec(package, None, is_package=True)
+        sys.modules[package] = module_from_spec(spec)
+        if 'attn_kernels' in files and files['attn_kernels'][1] == KERNELS:
+            sys.modules[f'{package}.attn_kernels'] = attn_kernels
+    path = files[f'model_{name}'][0]
+    try:
+        module = importlib.import_module(f'{package}.model_{name}')
+    except Exception as error:
+        if not code:
+            raise
+        raise UserError(f'{path} cannot be imported ({type(error).__name__}: {first_line(error)})')
+    if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
+        raise UserError(f'{path} is not a model file: it has no {missing[0]}')
+    return module
 
 
 def report_edits(record: dict, folder) -> list[str] | None:
@@ -160,13 +213,16 @@ def report_edits(record: dict, folder) -> list[str] | None:
 
     Prints a line for each, with both paths.
     """
-    stored = Path(folder) / STORED
-    if record['code']:
-        return []  # the copies are used
-    if not stored.is_dir():
-        return None
-    from lm_architectures.run.stored_code import edited_files
-    return edited_files(code_of(record['model']), stored)
+    stored, edited = Path(folder) / STORED, []
+    if record['code'] or not stored.is_dir():
+        return [] if record['code'] else None  # [], because the copies are used
+    for module, (path, text) in code_of(record['model']).items():
+        copy = stored / f'{module}.py'
+        if not copy.is_file() or copy.read_text(encoding='utf-8', errors='replace') != text:
+            edited.append(str(path))
+            warn_once(f'{path} differs from {copy}, with which this run was started: train.py, sample.py, eval.py and '
+                      'lm_architectures.hf.export use that copy with --code=run')
+    return edited
 
 
 # ---- configs and models ----
@@ -207,7 +263,7 @@ def model_errors(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        if not last.line.startswith('raise ') or 'site-packages' in last.filename:
+        if isinstance(error, UserError) or not last.line.startswith('raise ') or 'site-packages' in last.filename:
             raise
         raise UserError(f'model {name!r} cannot run here: {error}')
 
@@ -227,3 +283,22 @@ def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
 def count_parameters(model: torch.nn.Module) -> int:
     """Return the number of parameters, counting tied ones once."""
     return sum(p.numel() for p in model.parameters())
+
+
+def describe(s, model, data) -> None:
+    """Print the size and cost of a run. UserError for settings that do not fit the model."""
+    if s.acceptance_prompts and not getattr(model, 'longest_draft', 0):
+        raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
+                        'cannot draft for itself: use 0')
+    flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
+    tokens = data.splits['train']['tokens']
+    amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'
+    n_parameters = count_parameters(model)
+    print(f'model {s.model}: {n_parameters:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})\n'
+          f'data {data.folder}: {amount}\n'
+          f'{s.n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.tokens_per_step:,} tokens'
+          + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
+    constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
+    if s.warmup_tokens > constant_until:
+        print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
+              f'but the decay begins, or the run ends, after {constant_until:,.0f}')

@@ -1,17 +1,21 @@
 """A copy of a model file behaves like the original, and a run keeps the code of its model."""
 import importlib.util
+import inspect
 import json
+import pickle
 import py_compile
 import re
 import shutil
-import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import NO_SIZES, ROOT, assert_sentence, run, succeeded
+from conftest import NO_SIZES, ROOT, assert_sentence, run, run_subprocess, succeeded
 from safetensors.torch import load_file
 
-from analysis.figures import read_csv
+import attn_kernels
+import scans
+import train as train_script
 from lm_architectures.files import UserError, warn_once
 from lm_architectures.run import folders, models
 from lm_architectures.run.checkpoint import checkpoints, load_checkpoint
@@ -25,12 +29,12 @@ SIZES = {
     'sps': ('--n_layer=2', '--n_head=2', '--n_embd=32', '--window=5')}
 OTHERS = ('--n_layer=2', '--n_head=2', '--n_embd=32')
 ANALYSES = {  # of the model's paper, with options for tiny runs
-    'sps': (['restricted_state', '--omega=3', '--n_documents=4', '--block_size=16'],
-            ['gradient_flow', '--n_documents=2', '--positions=2', '--block_size=16', '--max_k=4']),
-    'standard': (['restricted_state', '--omega=3', '--n_documents=4', '--block_size=16'],),
-    'context_ready': (['context_ready', '--tokens=64'],),
-    'nextlat': (['probes', '--offsets=2', '--steps=2', '--eval_tokens=64'],),
-    'gpn': (['gpn_state', '--batches=2', '--batch_size=2', '--unigram_tokens=1000'],)}
+    'sps': (['sps.restricted_state', '--omega=3', '--n_documents=4', '--block_size=16'],
+            ['sps.gradient_flow', '--n_documents=2', '--positions=2', '--block_size=16', '--max_k=4']),
+    'standard': (['sps.restricted_state', '--omega=3', '--n_documents=4', '--block_size=16'],),
+    'context_ready': (['context_ready.unrolls', '--tokens=64'],),
+    'nextlat': (['nextlat.probes', '--offsets=2', '--steps=2', '--eval_tokens=64'],),
+    'gpn': (['gpn.state', '--batches=2', '--batch_size=2', '--unigram_tokens=1000'],)}
 SHORT = (*NO_SIZES, '--max_tokens=512')  # four steps
 
 
@@ -43,11 +47,7 @@ def repository(tmp_path, monkeypatch):
         shutil.copy(path, folder)
     monkeypatch.setattr(models, 'ROOT', folder)
     warn_once.cache_clear()
-    loaded = set(sys.modules)
     yield folder
-    for name in set(sys.modules) - loaded:
-        if name.startswith(('model_fork', 'model_mine', 'model_other', 'my_layers', 'code_')):
-            del sys.modules[name]
     models.ADDED.clear()
 
 
@@ -72,12 +72,12 @@ def everything(model, name, data, folder):
     said.append(run('eval.py', own, '--val', '--val_tokens=64', '--dtype=float32'))
     said.append(run('-m', 'lm_architectures.hf.export', own, f'--to_hf={folder}/hf'))
     for analysis, *options in ANALYSES.get(model, ()):
-        said.append(run('-m', f'analysis.{analysis}', own, f'--out={folder}/{analysis}', *options))
+        said.append(run('-m', f'papers.{analysis}', own, f'--out={folder}/{analysis}', *options))
     failed = [result.stderr for i, result in enumerate(said) if result.returncode and i not in (3, 4)]
     assert not failed, failed
     evaluated = json.loads((own / 'eval.jsonl').read_text())
     losses = [[record.get(key) for key in ('step', 'loss', 'nll', 'val')] for record in folders.read_log(own)]
-    tables = [read_csv(folder / f'{analysis}.csv') for analysis, *_ in ANALYSES.get(model, ())]
+    tables = [(folder / f'{analysis}.csv').read_text() for analysis, *_ in ANALYSES.get(model, ())]
     tensors = load_checkpoint(own)[1], load_file(folder / 'hf/model.safetensors')
     text = re.sub(r'[\d.,+-]+(e[+-]\d+)?', '0', '\n'.join(result.stdout + result.stderr for result in said))
     text = re.sub(r'\s+', ' ', text)  # columns are as wide as the names in them
@@ -139,11 +139,10 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
                                                               out / 'code/__pycache__'}
     assert copied.name == 'model_standard.py'
     models.ADDED.clear()
-    del sys.modules['model_mine']
     sample = 'sample.py', out, 'ab', '--max_new_tokens=5', '--temperature=0'
     assert_sentence(run(*sample), "unknown model 'mine'", '--model=PATH', '--code=run')
     texts = [succeeded(run(*sample, option)).stdout for option in ('--code=run', f'--model={mine}')]
-    assert texts[0] == texts[1] and 'model_mine' in sys.modules
+    assert texts[0] == texts[1]
     taken = mine.with_name('model_sps.py')
     taken.write_text(MINE)
     assert_sentence(run('train.py', f'--model={taken}', f'--out_dir={tmp_path}/x'), "whose name 'sps' is that of")
@@ -157,7 +156,8 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
     path, out = repository / 'model_mine.py', tmp_path / 'run'
     shutil.copy(ROOT / 'model_standard.py', path)
     train(out, '--model=mine', f'--data={tiny_data}', *SHORT, *OTHERS)
-    assert (out / 'code/model_mine.py').read_text() == path.read_text().replace('from attn', 'from .attn')
+    assert (out / 'code/model_mine.py').read_text() == path.read_text().replace('from attn', 'from .attn').replace(
+        'from scans', 'from lm_architectures.scans')
 
     def use(*options):
         """Return what each script says, and the loss of eval.py."""
@@ -175,8 +175,6 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
         return said, line, folders.read_log(resumed)[-1]['loss'], said[0].stdout
     _, before, loss, text = use()
     assert before['edited'] == []
-    path.write_text('# a comment\n' + path.read_text())
-    assert 'differs' not in use()[0][0].stderr
     path.write_text(path.read_text().replace('F.silu(gate)', 'F.relu(gate)'))  # is imported again
     said, after, its_loss, _ = use()
     for result in said:
@@ -187,8 +185,6 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
     _, stored, its_loss, its_text = use('--code=run')
     assert (stored['results'], its_loss, its_text) == (before['results'], loss, text) and stored['edited'] == []
     (out / 'code/model_mine.py').write_text('import nowhere')
-    for name in [name for name in sys.modules if name.startswith('code_')]:
-        del sys.modules[name]
     assert_sentence(run('sample.py', out, 'ab', '--code=run'), 'cannot be imported', 'nowhere')
     shutil.rmtree(out / 'code')
     assert_sentence(run('sample.py', out, 'ab', '--code=run'), 'has no copy of the code')
@@ -212,13 +208,11 @@ def test_a_hostile_run_folder_imports_nothing(name, tiny_run, tmp_path):
     before = json.loads((out / 'config.json').read_text())
     (out / 'config.json').write_text(json.dumps(before | {'model': name}))
     for command in (['sample.py', out, 'ab'], ['eval.py', out, '--val'], ['train.py', f'--out_dir={out}', '--resume'],
-                    ['-m', 'lm_architectures.hf.export', out, f'--to_hf={tmp_path}/hf'], ['-m', 'analysis.tables', out],
                     ['train.py', f'--init_from={out}', f'--out_dir={tmp_path}/x'], ['-m', 'papers.nextlat.probes', out],
-                    ['-m', 'analysis.loss_curves', out]):
+                    ['-m', 'lm_architectures.hf.export', out, f'--to_hf={tmp_path}/hf']):
         result = run(*command)
         assert 'imported' not in result.stdout + result.stderr
-        if 'analysis.loss_curves' not in command:
-            assert_sentence(result, 'model')
+        assert_sentence(result, 'model')
     (out / 'config.json').write_text(json.dumps(before))
     succeeded(run('sample.py', out, 'ab', '--max_new_tokens=2'))  # the stored code, which is hostile, is not used
     with pytest.raises(SystemExit, match='imported'):
@@ -227,7 +221,7 @@ def test_a_hostile_run_folder_imports_nothing(name, tiny_run, tmp_path):
 
 def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
     start = 'train.py', f'--data={tiny_data}', f'--out_dir={tmp_path}/x', '--dry_run'
-    assert_sentence(run(*start, '--model'), 'model is True: expected the name')
+    assert_sentence(run(*start, '--model'), 'model is True on the command line: expected str')
     assert_sentence(run(*start, '--model=config/quickstart.py'), 'it has no Config')
     assert_sentence(run('sample.py', tiny_run, 'ab', f'--model={mine}'), 'is not its file')
     for line, sentence in (("may_change = 'kind'", "Config.may_change of model 'mine' is 'kind': expected a tuple"),
@@ -238,51 +232,81 @@ def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
         assert_sentence(run(*start, f'--model={mine}'), sentence)
 
 
+def test_a_model_is_a_package_of_the_files_that_it_imports(mine, tmp_path):
+    """Each text is imported again after an edit; `inspect`, tracebacks and pickles know it."""
+    other, helper = mine.with_name('other.py'), mine.with_name('my_layers.py')
+    mine.with_name('scans.py').write_text(HOSTILE)
+    mine.with_name('late.py').write_text('from my_layers import power')
+    mine.write_text('"""\nfrom train import main\n"""\nimport math, model_standard as standard; import scans\n'
+                    + MINE.replace('    pass', '    def late(self):\n        import late\n        return late.power'))
+    other.write_text('from my_layers import power\nfrom scans import pinned\n' + mine.read_text())
+    helper.write_text('power = 1')
+    first = models.model_file(models.add_file(str(mine)))
+    helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
+    again, its_other = models.model_file('mine'), models.model_file(models.add_file(str(other)))
+    assert [module.Model.late(None) for module in (first, again)] == [1, 2] and its_other.power == 2
+    assert again is models.model_file('mine') and again.Base is again.standard.Config
+    assert again.scans is its_other.scans and its_other.pinned is scans.pinned
+    assert first.standard.attention is attn_kernels.attention
+    code = models.code_of('mine')
+    assert [*code] == ['model_mine', 'late', 'model_standard', 'my_layers', 'attn_kernels']
+    assert 'import math; from . import model_standard as standard; from lm_architectures import scans' in (
+        code['model_mine'][1].splitlines()[3])
+    helper.write_text('power = 1 / 0')
+    with pytest.raises(ZeroDivisionError) as error:
+        models.model_file('other')
+    last = error.traceback[-1]
+    assert last.path.resolve() == helper and str(last.statement) == 'power = 1 / 0'
+    mine.write_text('')  # what runs is still shown
+    assert 'return late.power' in inspect.getsource(again.Model.late) and Path(again.__file__).samefile(mine)
+    config = again.Config()
+    assert pickle.loads(pickle.dumps(config)) == config
+    clash = mine.with_name('model_other.py')
+    clash.write_text('power = 2')
+    other.write_text('from model_other import power')
+    with pytest.raises(UserError, match='would have the same name in a run'):
+        models.model_file('other')
+
+
+def test_pickled_configs_of_the_repository_are_known_to_new_processes(tmp_path):
+    (tmp_path / 'config.pkl').write_bytes(pickle.dumps(models.make_config('gpn', {'n_head': 3})))
+    code = ('import pickle, sys; from lm_architectures.run import models; '
+            'print(pickle.load(open(sys.argv[1], "rb")).n_head)')
+    assert succeeded(run_subprocess('-c', code, tmp_path / 'config.pkl')).stdout == '3\n'
+
+
 def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine, tiny_data, tmp_path):
-    out = tmp_path / 'run'
-    mine.write_text(MINE.replace('from model_standard import Model as Standard, Config as Base',
-                                 'import model_standard as standard\nStandard, Base = standard.Model, standard.Config'))
-    helper, command = mine.with_name('my_layers.py'), (f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
-    mine.write_text(mine.read_text().replace('    pass', """
+    out, helper = tmp_path / 'run', mine.with_name('my_layers.py')
+    mine.write_text(MINE.replace('    pass', """
     def _logits(self, h):
         return power * super()._logits(h)
 """).replace('import dataclass\n', 'import dataclass\nfrom my_layers import power\n'))
-    helper.write_text('power = 1')
-    train(tmp_path / 'first', *command)
-    helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
-    train(out, *command)
+    command = f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS
+    for power, folder in ((1, tmp_path / 'first'), (2, out)):
+        helper.write_text(f'power = {power}')
+        train(folder, *command)
     first, second = (folders.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
-    mine.with_name('model_other.py').write_text(mine.read_text())  # imports the edited helper first
-    helper.write_text('power = 3')
-    for name in ('other', 'mine'):
-        assert models.model_file(models.add_file(str(mine.with_name(f'model_{name}.py')))).power == 3
-    mine.with_name('model_other.py').write_text(mine.read_text() + '\n1 / 0')
-    helper.write_text('power = 4')
-    with pytest.raises(ZeroDivisionError):
-        models.model_file('other')
-    mine.with_name('model_other.py').write_text(f'"""\nfrom train import main\n"""\n{mine.read_text()}')
-    helper.write_text('power = 5')
-    assert models.model_file('other').power == 5 and 'model_train.py' not in models.code_of('other')
-    helper.write_text('power = 2')
-    clash = mine.with_name('other.py')
-    clash.write_text('power = 2')
-    mine.with_name('model_other.py').write_text(mine.read_text().replace('from my_layers', 'from other'))
-    with pytest.raises(UserError, match='would have the same name in a run'):
-        models.model_file('other')
-    assert first != second and (out / 'code/model_my_layers.py').read_text() == 'power = 2'
+    assert first != second and (out / 'code/my_layers.py').read_text() == 'power = 2'
     sampled = run('sample.py', tmp_path / 'first', 'ab', '--max_new_tokens=2', f'--model={mine}')
-    assert f'{helper} differs from {tmp_path}/first/code/model_my_layers.py' in succeeded(sampled).stderr
-    assert 'from . import model_standard as standard' in (out / 'code/model_mine.py').read_text()
+    assert f'{helper} differs from {tmp_path}/first/code/my_layers.py' in succeeded(sampled).stderr
     (tmp_path / 'evil.py').write_text(HOSTILE)
     cached = importlib.util.cache_from_source(str(out / 'code/model_mine.py'))
     never_checked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     py_compile.compile(str(tmp_path / 'evil.py'), cached, invalidation_mode=never_checked)
     succeeded(run('sample.py', out, 'ab', '--code=run', '--max_new_tokens=2'))
-    assert models.model_file('mine', str(out)).standard.__name__.startswith('code_')
-    before = (out / 'config.json').read_bytes()
     again = run('train.py', f'--model={out}/code/model_mine.py', f'--out_dir={out}', '--overwrite')
     assert_sentence(again, 'the copy in a run: use --code=run')
-    (out / 'code/notes.py').write_text('mine')
-    assert (out / 'config.json').read_bytes() == before
     train(out, '--model=standard', '--overwrite', f'--data={tiny_data}', *SHORT, *OTHERS)
-    assert {path.name for path in (out / 'code').glob('*.py')} == {'notes.py', 'model_standard.py', 'attn_kernels.py'}
+    assert {path.name for path in (out / 'code').glob('*.py')} == {'model_standard.py', 'attn_kernels.py'}
+
+
+def test_the_code_of_a_run_is_what_was_trained(mine, tiny_data, tmp_path, monkeypatch):
+    """An edit before the first log line is not stored."""
+    step, text = train_script.train_step, mine.read_text()
+
+    def train_step(*args):
+        mine.write_text('edited')
+        return step(*args)
+    monkeypatch.setattr(train_script, 'train_step', train_step)
+    train(tmp_path / 'run', f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
+    assert (tmp_path / 'run/code/model_mine.py').read_text() == text.replace('from model', 'from .model')

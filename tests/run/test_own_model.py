@@ -2,7 +2,6 @@
 import dataclasses
 import re
 import shutil
-import sys
 
 import pytest
 import test_models
@@ -30,7 +29,6 @@ def bigram(tiny_data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, 'ROOT', folder)
         yield train_bigram(tiny_data, folder / 'run')
-    sys.modules.pop('model_bigram')
 
 
 def train_bigram(data, out, *more):

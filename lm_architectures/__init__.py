@@ -5,26 +5,20 @@
     folder = train.main(['config/quickstart.py', '--max_tokens=1e5'])   # train.py as a module
     read_log(folder)                                                    # its logged steps
 
-Works in any folder after `pip install -e .`, if configs have their full path.
+Works in any folder after `pip install -e .`, if configs have their full path. Your own train.py,
+config.py or scans/ are never mistaken for the repository's.
 """
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
+import os
 
 __all__ = ['Run', 'load', 'read_log', 'train']
+__path__.append(os.path.dirname(__path__[0]))  # train.py and scans/ are lm_architectures.train and .scans in Python
 
 
 def __getattr__(name: str):
     """Import what is asked for at first use, because scripts set up the process before torch."""
-    if name in ('Run', 'load'):
-        from lm_architectures.run import load
-        return getattr(load, name)
-    if name == 'read_log':
-        from lm_architectures.run.folders import read_log
-        return read_log
-    if name == 'train':
-        spec = importlib.util.spec_from_file_location(f'{__name__}.train', Path(__file__).parent.parent / 'train.py')
-        module = sys.modules[spec.name] = globals()['train'] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    modules = {'Run': 'run.load', 'load': 'run.load', 'read_log': 'run.folders', 'train': 'train'}
+    if name not in modules:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    module = importlib.import_module(f'{__name__}.{modules[name]}')
+    return module if name == 'train' else getattr(module, name)

@@ -1,5 +1,4 @@
 """The Python interface gives what sample.py, eval.py and train.py give."""
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -55,20 +54,38 @@ def test_texts_end_as_in_training_and_drafts_and_wrong_options_are_checked(tmp_p
 
 FROM_ELSEWHERE = '''
 import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location('lm_architectures', sys.argv[1])  # as `pip install -e .` finds it
-module = sys.modules['lm_architectures'] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from lm_architectures import load, train
-run = load(train.main(sys.argv[2:]))
-print(json.dumps([run.folder, [line['step'] for line in run.log], run.config.n_embd]))
+from pathlib import Path
+root, theirs_first, *args = sys.argv[1:]
+
+class Editable:  # as `pip install -e .` finds what pyproject.toml lists
+    def find_spec(name, path=None, target=None):
+        file = {'lm_architectures': 'lm_architectures/__init__.py', 'attn_kernels': 'attn_kernels.py'}.get(name)
+        return file and importlib.util.spec_from_file_location(name, f'{root}/{file}')
+
+def theirs():
+    for name in ('data', 'train', 'config', 'common', 'analysis', 'scans'):
+        assert importlib.import_module(name).mine == name
+
+sys.meta_path.append(Editable)
+path = [*sys.path]
+if theirs_first == 'True':
+    theirs()
+from lm_architectures import load, read_log, train
+run = load(train.main([f'{root}/config/gpn_small.py', *args]))
+assert run.generate('ab', max_new_tokens=3, temperature=0) and len(read_log(run.folder)) == 3
+assert run.model.fast  # of scans/
+ours = {name for name, module in sys.modules.items() if str(getattr(module, '__file__', '')).startswith(root)}
+assert all(name.startswith(('lm_architectures', 'attn_kernels', 'state_cache', 'model_')) for name in ours), ours
+theirs()
+assert sys.path == path
 '''
 
 
 @pytest.mark.slow
-def test_train_and_load_work_from_any_folder(tiny_data, tmp_path):
-    """The user's own data.py and `config` folder do not hide ours."""
-    (tmp_path / 'data.py').touch()
-    (tmp_path / 'config').mkdir()
-    args = [*TINY, f'--data={tiny_data}', '--max_tokens=384', '--out_dir=out/a']
-    result = run_subprocess('-c', FROM_ELSEWHERE, ROOT / 'lm_architectures/__init__.py', *args, cwd=tmp_path)
-    assert json.loads(succeeded(result).stdout.splitlines()[-1]) == ['out/a', [1, 2, 3], 16]
+@pytest.mark.parametrize('theirs_first', [True, False])
+def test_train_and_load_work_in_a_folder_with_files_of_the_same_names(theirs_first, tiny_data, tmp_path):
+    """Neither side's modules shadow the other's."""
+    for name in ('data', 'train', 'config', 'common', 'analysis', 'scans'):
+        (tmp_path / f'{name}.py').write_text(f'mine = {name!r}')
+    args = [*TINY, '--d_emb=8', '--d_k=4', '--d_v=8', f'--data={tiny_data}', '--max_tokens=384', '--out_dir=out/a']
+    succeeded(run_subprocess('-c', FROM_ELSEWHERE, ROOT, theirs_first, *args, cwd=tmp_path))

@@ -26,16 +26,7 @@ import torch
 
 from attn_kernels import counted_targets
 from lm_architectures.files import UserError, command, friendly_errors
-from lm_architectures.machine import parallel
-from lm_architectures.machine.devices import (
-    Device,
-    DType,
-    catch_signals,
-    make_progress,
-    pick_dtype,
-    say,
-    start_processes,
-)
+from lm_architectures.machine import devices, parallel
 from lm_architectures.run import checkpoint, folders, models, run_settings
 from lm_architectures.score.validation import validation_loss
 from lm_architectures.settings import check_ranges
@@ -50,11 +41,11 @@ class Settings:
     out_dir: str | None = None  # run folder to write; None: out/<name of the config file>
     resume: bool = False  # continue the run in out_dir from its last checkpoint
     code: Literal['run'] | None = None  # run: with resume or extend, train the code stored in that run
-    overwrite: bool = False  # delete the run in out_dir and start a new one
+    overwrite: bool = False  # start a new run in out_dir; the run that was there moves to out_dir/before_1
     extend: str | None = None  # run folder to train further, with more max_tokens, in a new out_dir
     init_from: str | None = None  # run to take weights and model settings from (without a config file, also `model`)
     dry_run: bool = False  # check the settings, print size, cost and memory, and exit; the data need not exist
-    gpu_gib: float | None = None  # with --dry_run: the GPU's memory, in GiB, that a step should fit into
+    gpu_gib: float | None = None  # with --dry_run: the GPU's memory in GiB; says whether a step fits
     seed: int = 1337  # random seed for the initial weights, the data order and dropout
     # data
     data: str = 'data/built/fineweb_edu'  # folder, built-in data, or a task with options: path_star:degree=2,length=5
@@ -89,8 +80,8 @@ class Settings:
     sample_tokens: int = 200  # length of the text sample generated after training; 0: none
     wandb_project: str | None = None  # Weights & Biases project to log to (needs wandb); None: log.jsonl only
     # machine
-    device: Device = 'auto'  # auto: cuda if available, else cpu
-    dtype: DType = 'auto'  # of matmuls; auto: bfloat16 on CUDA, and on CPUs with bf16 units from 1M parameters on
+    device: devices.Device = 'auto'  # auto: cuda if available, else cpu
+    dtype: devices.DType = 'auto'  # of matmuls; auto: bfloat16 on CUDA, and on CPUs with bf16 units from 1M parameters
     compile: bool | None = None  # use torch.compile; None: on GPUs only (on CPUs the gain is 1% to 20%)
     parallel: Literal['ddp', 'fsdp'] = 'ddp'  # multi-GPU: ddp copies the model to each GPU, fsdp shards it
     shard: int | None = None  # with fsdp: processes that share one sharded copy of the weights; None: all
@@ -119,9 +110,6 @@ class Settings:
         return int(self.max_tokens * (1 - self.decay_fraction) // self.tokens_per_step) if is_wsd else None
 
 
-MIN_BF16_PARAMETERS = 1_000_000  # from this size on, bf16 pays off on CPUs that have it; at 0.8M it may be slower
-
-
 # ---- schedule and optimizer ----
 
 def learning_rate(s: Settings, tokens: int) -> float:
@@ -129,29 +117,36 @@ def learning_rate(s: Settings, tokens: int) -> float:
     floor = s.learning_rate / 10 if s.min_lr is None else s.min_lr
     if tokens < s.warmup_tokens:
         return s.learning_rate * tokens / s.warmup_tokens
+    left = 1.0
     if s.schedule == 'wsd':
         start = s.max_tokens * (1 - s.decay_fraction)
         left = 1 - max(0.0, min(tokens, s.max_tokens) - start) / max(1.0, s.max_tokens - start)
     elif s.schedule == 'cosine':
         done = (tokens - s.warmup_tokens) / max(1, s.max_tokens - s.warmup_tokens)
         left = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    else:
-        left = 1.0
     return floor + (s.learning_rate - floor) * left
 
 
 def make_optimizer(model: torch.nn.Module, s: Settings):
     """Return the optimizer. Tensors with fewer than two dimensions have no weight decay."""
     params = [p for p in model.parameters() if p.requires_grad]
+    hidden = []
     if s.optimizer == 'muon':
-        from lm_architectures.run.muon import MuonAndAdamW, hidden_matrices
-        matrices = hidden_matrices(model)
-        hidden = [p for p in params if p in matrices]
-        params = [p for p in params if p not in matrices]
-    groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': s.weight_decay},
+        from lm_architectures.run import muon
+        hidden = muon.hidden_matrices(model)
+    groups = [{'params': [p for p in params if p.dim() >= 2 and p not in hidden], 'weight_decay': s.weight_decay},
               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
     adamw = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=True)
-    return MuonAndAdamW(hidden, adamw, s.learning_rate, s.weight_decay) if s.optimizer == 'muon' else adamw
+    return adamw if s.optimizer == 'adamw' else muon.MuonAndAdamW(hidden, adamw, s.learning_rate, s.weight_decay)
+
+
+def check_state(optimizer) -> None:
+    """Raise UserError for an optimizer whose state a checkpoint cannot hold."""
+    for key, value in (item for of_param in optimizer.state.values() for item in of_param.items()):
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if not isinstance(value, torch.Tensor) and not all(isinstance(x, (int, float, str, type(None))) for x in parts):
+            raise UserError(f"the optimizer's state has {key} = {value!r}: a checkpoint holds only tensors, numbers, "
+                            'strings and lists of numbers. Use another optimizer in make_optimizer (train.py)')
 
 
 # ---- one training step ----
@@ -227,7 +222,7 @@ def read_skips(s, step, skips) -> dict[str, int]:
                         f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.recovery_advice(s.out_dir)}')
     if not n_skipped:
         return {}
-    say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last log line, because the '
+    devices.say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last log line, because the '
         'gradients were not finite')
     skips[0] = 0
     return {'skipped': n_skipped}
@@ -265,17 +260,17 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
     torch.manual_seed(s.seed)
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
         model = models.model_file(s.model, run_settings.code_folder(s)).Model(config).to(machine.device)
-        machine.dtype = pick_dtype(s.dtype, machine.device.type, models.count_parameters(model) >= MIN_BF16_PARAMETERS)
+        is_big = models.count_parameters(model) >= 1_000_000  # on CPUs, bf16 pays off from here on
+        models.describe(s, model, data)
+        machine.dtype = devices.pick_dtype(s.dtype, machine.device.type, is_big)
         with machine.autocast():
             model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
-    run_settings.describe(s, model, data)
     if s.init_from:
-        from lm_architectures.run.continuing import load_initial_weights
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
-        load_initial_weights(s, model, idx.to(machine.device))
-    shards = f', weights in {s.shard or machine.world} shards' * (s.parallel == 'fsdp' and machine.world > 1)
+        folders.load_initial_weights(s, model, idx.to(machine.device))
+    is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
-          f'{str(machine.dtype)[6:]}{shards}')
+          f'{str(machine.dtype)[6:]}' + f', weights in {s.shard or machine.world} shards' * is_sharded)
     return model
 
 
@@ -308,23 +303,22 @@ def train(s, config, data, record, machine, argv):
     compiled = machine.compiled(model, s.compile)
     ddp = parallel.wrap_model(model, compiled, machine.device, s.parallel, s.shard)
     optimizer = make_optimizer(model, s)
-    step, seconds = 0, 0.0
-    if record:
-        from lm_architectures.run.continuing import restore
-        step, seconds = restore(s, model, optimizer)
+    first_step, seconds = folders.restore(s, model, optimizer) if record else (0, 0.0)
+    step = first_step
     records = folders.Records(s, config, data, machine, step)
-    meter, progress = Meter(s, model, machine, step, seconds), make_progress()
+    meter, progress = Meter(s, model, machine, step, seconds), devices.make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
     if machine.compiles:
         print('The first step and the first validation compile the model, which takes a minute or so.', flush=True)
-
     progress(f'step {step}/{s.n_steps}')
-    with catch_signals() as stop:
+    with devices.catch_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < s.n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # stop after this step
             parts = train_step(model, ddp, optimizer, data, s, step, machine, skips)
             step += 1
+            if step == first_step + 1:
+                check_state(optimizer)  # fail now, not at the first save
             log_due, save_due, eval_due = (step % n == 0 or step == s.n_steps for n in (
                 s.log_interval, s.save_interval, s.eval_interval))
             save_due |= stopping or step == s.last_before_decay  # --extend starts from last_before_decay
@@ -338,32 +332,28 @@ def train(s, config, data, record, machine, argv):
             if eval_due:
                 found = evaluate(model, compiled, data, s, machine)
                 further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
-                say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats per token'
-                    + further)
+                devices.say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats '
+                            f'per token{further}')
                 line |= found
             records.write(line)
             if save_due:
                 records.save(model, optimizer, step, meter.seconds)
             meter.restart(step)
-    if records.wandb:
-        records.wandb.finish()
+    records.close(finished=not stopping)
     if stopping:
-        say(f'stopped after step {step}. Continue with: {run_settings.resume_command(argv, machine.world, s.out_dir)}')
+        devices.say(f'stopped after step {step}. Continue with: '
+                    f'{run_settings.resume_command(argv, machine.world, s.out_dir)}')
     else:
         finish(s, model, data, machine, meter.seconds)
 
 
 def finish(s, model, data, machine, seconds):
-    """Generate a sample, plot the loss curve and suggest the next commands."""
+    """Generate a sample and suggest the next commands."""
     if s.sample_tokens:
         print_sample(s, model, data, machine)
-    if machine.rank > 0:
-        return
-    folders.plot_loss(s.out_dir)
     outside = [f'--model={file}' for file in [models.ADDED.get(s.model)] if file]
-    look = f'{command("sample.py", s.out_dir, "Return the", *outside)}    generates text'
-    if hasattr(data, 'score'):
-        look = f'{command("-m", "analysis.scores", s.out_dir)}    plots its scores'
+    look = (command('-m', 'analysis', 'curves', s.out_dir) + '    plots its losses' if hasattr(data, 'score') else
+            command('sample.py', s.out_dir, 'Return the', *outside) + '    generates text')
     print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
           f'  {look}\n'
           f'  {s.out_dir}/loss.png is the loss curve, log.jsonl has its numbers\n'
@@ -388,7 +378,7 @@ def main(argv: list[str] | None = None) -> str:
     with friendly_errors(argv):
         argv = sys.argv[1:] if argv is None else argv
         s, given, record = run_settings.read_settings(Settings, argv)
-        machine = start_processes(s)
+        machine = devices.start_processes(s)
         with contextlib.redirect_stdout(sys.stdout if machine.rank == 0 else open(os.devnull, 'w')):
             if s.dry_run:
                 from lm_architectures.run.dry_run import dry_run

@@ -1,10 +1,8 @@
 """The checkpoints of a run: ckpt/step_<step> with weights, the optimizer's state, and checksums.
 
-train.py calls `save_training` and `restore_training`. Everything else that reads a run calls
-`load_checkpoint`. All processes call each of these. A checkpoint has the same files however many
-processes write it, and any number can read it: rank 0 writes the tensors whole, and a sharded model
-takes its shards of them. The files are written to a temporary folder, which gets its name when all
-are on disk, so a name stands for a whole checkpoint.
+All processes call these functions. Rank 0 writes the tensors whole, so a checkpoint has the same
+files however many processes write it, and any number can read it. The files are written to a
+temporary folder, which gets its name when all are on disk: a name stands for a whole checkpoint.
 """
 import json
 import os
@@ -21,7 +19,6 @@ from lm_architectures.files import UserError, first_line, is_number, remove, sha
 from lm_architectures.machine import parallel
 
 FILES = ('model.safetensors', 'optimizer.safetensors')  # the second: tensors with '/' in their name
-TENSOR = 'tensor'  # key of {TENSOR: name}, which stands for a tensor in state.json
 
 
 # ---- training ----
@@ -39,7 +36,7 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
             if isinstance(value, torch.Tensor):
                 tensors[f'{key}/{names[p]}'] = value
             else:
-                rest.setdefault(names[p], {})[key] = pack(value, key, names[p], tensors)
+                rest.setdefault(names[p], {})[key] = value
     save_checkpoint(folder, step, tensors, {'step': step, 'seconds': seconds, 'optimizer': rest})
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
@@ -51,50 +48,19 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
     on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
                  for p in group['params']}  # with their step counts
-    params, moments = dict(model.named_parameters()), {}
+    params = dict(model.named_parameters())
     try:
         for name, tensor in tensors.items():
             key, is_moment, param = name.partition('/')
-            if is_moment:
-                p = params[param]
-                stays = key == 'step' and p not in on_device  # on the CPU, as in Optimizer.load_state_dict
-                moments[name] = tensor if stays else shard_like(tensor.to(p.device), p)
-                if '[' not in key:
-                    optimizer.state[p][key] = moments[name]
-        for name, of_param in state['optimizer'].items():
-            optimizer.state[params[name]].update(unpack(of_param, moments))
+            if is_moment and key == 'step' and params[param] not in on_device:  # on the CPU, as in load_state_dict
+                optimizer.state[params[param]][key] = tensor
+            elif is_moment:
+                optimizer.state[params[param]][key] = shard_like(tensor, params[param])
+        for param, rest in state['optimizer'].items():
+            optimizer.state[params[param]].update(rest)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
     return state['step'], state['seconds']
-
-
-def pack(value, name: str, param: str, tensors: dict):
-    """Return a part of an optimizer's state as JSON. Its tensors go to `tensors`.
-
-    A tensor becomes {TENSOR: its name}, a tuple a list. UserError for what else JSON lacks.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors[f'{name}/{param}'] = value
-        return {TENSOR: f'{name}/{param}'}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: pack(part, f'{name}[{key}]', param, tensors) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [pack(part, f'{name}[{i}]', param, tensors) for i, part in enumerate(value)]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UserError(f"the optimizer's state has {name} = {value!r} for {param}: a checkpoint holds only tensors, "
-                    'numbers, strings, None, and lists and dicts of them, whose keys are strings')
-
-
-def unpack(packed, tensors: dict):
-    """Return what was given to `pack`. tensors: {name: tensor}, on their devices."""
-    if isinstance(packed, list):
-        return [unpack(part, tensors) for part in packed]
-    if not isinstance(packed, dict):
-        return packed
-    if TENSOR in packed:
-        return tensors[packed[TENSOR]]
-    return {key: unpack(part, tensors) for key, part in packed.items()}
 
 
 # ---- weights ----
@@ -126,9 +92,9 @@ def first_nonfinite(tensors: dict) -> str | None:
 
 
 def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of the tensor if `other` is sharded and has its shape."""
+    """Return a tensor on the device of `other`, and this process's shard if `other` is sharded."""
     if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
-        return tensor
+        return tensor.to(other.device)
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
 
@@ -176,7 +142,11 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
     if bad := parallel.first_not_none(first_nonfinite(tensors)):
         raise UserError(f'{bad} contains NaN or infinity after step {step}, so no checkpoint was written. '
                         + recovery_advice(folder))
-    ckpt, whole, error = Path(folder) / 'ckpt', gather_tensors(tensors), None
+    ckpt, whole, error = Path(folder) / 'ckpt', {}, None
+    for name, tensor in tensors.items():  # one at a time: rank 0 gathers the shards
+        full = parallel.full_tensor(tensor.detach())
+        if parallel.rank() == 0:
+            whole[name] = full.cpu().contiguous()
     if parallel.rank() == 0:
         try:
             write_checkpoint(ckpt, step, whole, state)
@@ -187,19 +157,6 @@ def save_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
         raise UserError(f'the checkpoint of step {step} could not be written to {ckpt} ({error}). Earlier checkpoints '
                         'are intact: free some disk space, or find the folder if it was moved, then continue with '
                         '--resume')
-
-
-def gather_tensors(tensors: dict) -> dict:
-    """Return {name: whole tensor} in CPU memory on rank 0, {} on the others. Collective.
-
-    Gathers one tensor at a time.
-    """
-    whole = {}
-    for name, tensor in tensors.items():
-        full = parallel.full_tensor(tensor.detach())
-        if parallel.rank() == 0:
-            whole[name] = full.cpu().contiguous()
-    return whole
 
 
 def write_checkpoint(ckpt: Path, step: int, tensors: dict, state: dict) -> None:
@@ -228,15 +185,15 @@ def write_checkpoint(ckpt: Path, step: int, tensors: dict, state: dict) -> None:
 # ---- reading one ----
 
 def load_checkpoint(folder, moments: bool = False, up_to: int | None = None) -> tuple[dict, dict]:
-    """Load the newest undamaged checkpoint of a run folder: (state, {tensor name: tensor}).
+    """Load the newest undamaged checkpoint of a run folder: (state, {name: whole tensor}).
 
     Warns about damaged ones. Reads only JSON and safetensors, which cannot run code. moments: also
-    the optimizer's tensors. The tensors are whole, and mapped from the files.
+    the optimizer's tensors. The tensors are mapped from the files.
     """
     for path in checkpoints(folder, up_to):
         error = None
         try:
-            state, tensors = read_checkpoint(path, FILES if moments else FILES[:1])
+            state, tensors = read_checkpoint(path, FILES[:1 + moments])
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as caught:
             error = str(caught)
         error = parallel.first_not_none(error)  # all processes take the same checkpoint
@@ -247,14 +204,13 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None) -> 
     raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load{before}')
 
 
-def read_checkpoint(path: Path, files) -> tuple[dict, dict]:
+def read_checkpoint(path: Path, names) -> tuple[dict, dict]:
     """Read one checkpoint for `load_checkpoint`. A damaged one may raise any kind of error."""
     sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
-    for name in ('state.json', *files):
-        if sha256(path / name) != sums[name]:
-            raise ValueError(f'{name} does not match its checksum')
+    if bad := [name for name in ('state.json', *names) if sha256(path / name) != sums[name]]:
+        raise ValueError(f'{bad[0]} does not match its checksum')
     state = {'seconds': 0.0, 'optimizer': {}} | json.loads((path / 'state.json').read_text())
     is_whole = type(state['step']) is int and state['step'] == step_of(path) and is_number(state['seconds'])
     if not is_whole or not isinstance(state['optimizer'], dict):
         raise ValueError(f'state.json is {state}')
-    return state, {key: tensor for name in files for key, tensor in load_file(path / name).items()}
+    return state, {key: tensor for name in names for key, tensor in load_file(path / name).items()}

@@ -26,7 +26,7 @@ class MuonAndAdamW:
         self.adamw.zero_grad(set_to_none)
 
 
-def hidden_matrices(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the weights for Muon: those of linear layers, except heads."""
-    return {module.weight for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and not name.endswith('head')}
+def hidden_matrices(model: torch.nn.Module) -> dict[torch.nn.Parameter, None]:
+    """Return the weights for Muon, in order: those of linear layers, except heads."""
+    return {module.weight: None for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+            and not name.endswith('head') and module.weight.requires_grad}

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from conftest import assert_sentence, config_json, contents, run, succeeded, tra
 import train
 from lm_architectures.files import UserError, friendly_errors
 from lm_architectures.machine import devices
-from lm_architectures.run import checkpoint, folders, models, run_settings
+from lm_architectures.run import checkpoint, models, run_settings
 from lm_architectures.settings import load_settings
 from lm_architectures.start import quiet_start
 
@@ -128,15 +129,14 @@ def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path,
 def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     with monkeypatch.context() as patch:
-        patch.setattr(folders, 'locked_run', lambda *args: io.StringIO())  # a kill cleans nothing up
-        patch.setattr(folders, 'remove', lambda path: path.unlink() if path.name == 'config.json' else 1 / 0)
+        rename = Path.rename
+        patch.setattr(Path, 'rename', lambda path, new: rename(path, new) if path.name == 'config.json' else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
-    (out / '.lock').touch()
     assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
     assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
-    assert config_json(out)['settings']['seed'] == 5
+    assert config_json(out)['settings']['seed'] == 5 and contents(out / 'before_1') == contents(tiny_run)
 
 
 # ---- folders of strangers ----
@@ -153,13 +153,13 @@ def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_p
         assert mine.read_text() == 'years of work' and not any('Traceback' in r.stderr for r in results), name
 
 
-def test_checkpoints_may_be_kept_elsewhere_but_are_not_overwritten(tiny_data, tiny_run, tmp_path):
+def test_checkpoints_may_be_kept_elsewhere_and_are_not_overwritten(tiny_data, tiny_run, tmp_path):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     disk = shutil.move(out / 'ckpt', tmp_path / 'disk')
     (out / 'ckpt').symlink_to(disk)
     before = contents(disk)
-    assert_sentence(train_tiny(tiny_data, out, '--overwrite'), 'ckpt is a link, and --overwrite would delete')
-    assert contents(disk) == before
+    succeeded(train_tiny(tiny_data, out, '--overwrite', steps=2))
+    assert contents(disk) == before and not (out / 'ckpt').is_symlink()
     shutil.rmtree(disk / 'step_00000020')
-    succeeded(run('train.py', f'--out_dir={out}', '--resume'))
-    assert (out / 'ckpt').is_symlink() and checkpoint.load_checkpoint(out)[0]['step'] == 20
+    succeeded(run('train.py', f'--out_dir={out}/before_1', '--resume'))
+    assert (out / 'before_1/ckpt').is_symlink() and checkpoint.load_checkpoint(out / 'before_1')[0]['step'] == 20

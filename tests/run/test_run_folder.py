@@ -147,27 +147,27 @@ def test_resuming_continues_the_wandb_run(tiny_data, tmp_path, monkeypatch):
 # ---- other files ----
 
 @pytest.mark.slow
-def test_overwrite_removes_only_what_training_writes(tiny_data, tiny_run, tmp_path):
+def test_overwrite_moves_the_run_before_into_the_new_one(tiny_data, tiny_run, tmp_path):
     foreign = tmp_path / 'foreign'
     foreign.mkdir()
     (foreign / 'config.json').write_text('{"editor": "vi"}')
-    (foreign / 'log.jsonl').write_text('of another program')
     before = contents(foreign)
     assert_sentence(train_tiny(tiny_data, foreign, '--overwrite'), 'config.json')
     assert contents(foreign) == before
 
     disk, link = shutil.copytree(tiny_run, tmp_path / 'disk'), tmp_path / 'link'
     link.symlink_to(disk)
-    (disk / 'eval.jsonl').write_text('of the run before')
-    for name in ('notes.txt', 'ckpt/step_00000010.tar', 'ckpt/mine/thesis.txt'):
-        (disk / name).parent.mkdir(exist_ok=True)
-        (disk / name).write_text('years of work')
-    succeeded(train_tiny(tiny_data, link, '--overwrite', steps=2))
-    assert link.is_symlink() and [record['step'] for record in folders.read_log(disk)] == [1, 2]
-    assert not (disk / 'eval.jsonl').exists()
-    names = sorted(path.name for path in (disk / 'ckpt').iterdir())
-    assert names == ['mine', 'step_00000001', 'step_00000002', 'step_00000010.tar']
-    assert len(list(disk.rglob('*.txt'))) == 2
+    (disk / 'ckpt/thesis.txt').write_text('years of work')
+    first = contents(disk)
+    assert_sentence(train_tiny(tiny_data, link, '--overwrite', '--n_head=3'), 'n_head = 3')
+    assert contents(disk) == first  # a start that fails moves nothing
+    said = succeeded(train_tiny(tiny_data, link, '--overwrite', steps=2)).stdout
+    assert f'the run before is now in {link}/before_1\n' in said and contents(disk / 'before_1') == first
+    assert link.is_symlink() and [*losses(disk)] == [1, 2] and 'from step 20' in succeeded(
+        run('train.py', f'--out_dir={disk}/before_1', '--resume')).stdout
+    assert {path.name for path in (disk / 'ckpt').iterdir()} == {'step_00000001', 'step_00000002'}
+    succeeded(train_tiny(tiny_data, disk, '--overwrite', steps=3))
+    assert [[*losses(folder)] for folder in (disk, disk / 'before_2')] == [[1, 2, 3], [1, 2]]
 
 
 @pytest.mark.slow

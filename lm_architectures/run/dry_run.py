@@ -1,10 +1,8 @@
 """Dry run of train.py: check the settings, print sizes and costs, estimate a step's GPU memory.
 
 The estimate runs a step on meta tensors, which have no storage, and counts the bytes they would
-take: `activation_bytes`. `state_bytes` adds weights, gradients and moments.
+take: `activation_bytes`. Weights, gradients and moments are added.
 """
-import bisect
-import functools
 import math
 import weakref
 
@@ -19,8 +17,7 @@ from lm_architectures.files import first_line
 from lm_architectures.machine.devices import pick_dtype
 from lm_architectures.machine.parallel import gathered_modules
 from lm_architectures.run import models
-from lm_architectures.run.missing_data import assumed_data
-from lm_architectures.run.run_settings import check_settings, code_folder, describe, model_config
+from lm_architectures.run.run_settings import assumed_data, check_settings, code_folder, model_config
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
@@ -37,59 +34,37 @@ def dry_run(s, given: dict, record, machine) -> None:
     n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
     check_settings(s, data, n_processes)
     model = models.meta_model(s.model, config, code_folder(s))
-    describe(s, model, data)
+    models.describe(s, model, data)
     print_gib(s, model, n_processes)
 
 
 def print_gib(s, model, n_processes: int) -> None:
     """Print the estimated GPU memory per process, and whether it fits into s.gpu_gib GiB.
 
-    model: on the meta device.
+    model: on the meta device. n_processes: they share the weights with parallel = fsdp.
     """
     most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
-    n_rows = min(s.micro_batch_size, most)
+    n_rows, n_params = min(s.micro_batch_size, most), models.count_parameters(model)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
-    held = state_bytes(model, n_shards, n_rows < most)
+    held = 16 * n_params / n_shards  # fp32 weights, gradients and two moments; DDP's buffers are the gradients
+    if n_shards > 1:  # FSDP gathers what is outside the blocks, and two blocks: weights, gradients, a buffer
+        blocks = [models.count_parameters(module) for module in gathered_modules(model)]
+        held += 12 * (n_params - sum(blocks) + 2 * max(blocks, default=0))
+        held += 4 * sum(blocks) * (n_rows < most)  # gradients wait for the last micro-batch
     share = f' (1/{n_shards}, and what FSDP gathers)' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for weights, gradients and moments{share}', end='',
           flush=True)
     if any(getattr(module, 'fast', None) for module in model.modules()):
         return print('; activations in the scan of a recurrent model are not estimated')
     dtype = pick_dtype(s.dtype, 'cuda')
-    activations = functools.cache(lambda n: activation_bytes(model, dtype, s.block_size, n))
     try:
-        needed = held + activations(n_rows)
+        needed = held + activation_bytes(model, dtype, s.block_size, n_rows)
     except (RuntimeError, NotImplementedError) as error:  # an operator without a meta implementation
-        print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
-        return
+        return print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
     print(f', {needed / 2**30:.2f} GiB at the peak of a step on a GPU, with micro-batches of {n_rows} and matrix '
           f'products in {str(dtype)[6:]}')
-    if s.gpu_gib is None:
-        return
-    room = 0.95 * s.gpu_gib * 2 ** 30  # 5% for the driver and fragmentation
-    print('searching for the largest micro_batch_size that fits, which takes a while for a large model', flush=True)
-    low, high = (n_rows, most) if needed <= room else (0, n_rows - 1)  # it is one of these or between them
-    largest = low + bisect.bisect(range(low + 1, high + 1), room - held, key=activations)
-    advice = f'the largest micro_batch_size that fits is {largest}'
-    if largest < 1:
-        advice = 'no micro_batch_size fits: use a smaller block_size or model, or a checkpoint_ setting (--help)'
-    print(f'a step {"fits" if needed <= room else "does not fit"} {s.gpu_gib:g} GiB; {advice}')
-
-
-def state_bytes(model, n_shards: int, accumulates: bool) -> float:
-    """Return bytes per process of fp32 weights, gradients, two moments and FSDP's buffers.
-
-    n_shards processes share a copy of the weights; DDP's buffers are the gradients. docs/scale.md
-    lists what FSDP holds; for the blocks: one block, the prefetched one, its gradients and two
-    buffers. This follows PyTorch's source code and was not measured.
-    """
-    n_params = models.count_parameters(model)
-    if n_shards == 1:
-        return 16 * n_params
-    blocks = [models.count_parameters(module) for module in gathered_modules(model)]
-    outside = n_params - sum(blocks)
-    waiting = sum(blocks) if accumulates else 0
-    return 16 * n_params / n_shards + 4 * (2 * outside + max(outside, 5 * max(blocks, default=0)) + waiting)
+    if s.gpu_gib is not None:  # 5% are for the driver and fragmentation
+        print(f'a step {"fits" if needed <= 0.95 * s.gpu_gib * 2 ** 30 else "does not fit"} {s.gpu_gib:g} GiB')
 
 
 # ---- the bytes of a step on meta tensors ----

@@ -117,13 +117,11 @@ class Generation:
     def __init__(self, run: Run, prompts: list[str], options: Options):
         if not prompts:
             raise UserError('no prompts: expected at least one text')
-        self.run, self.options, self.tokenizer = run, options, run.tokenizer
+        self.run, self.options = run, options
         self.prompts = [run.encode(text) for text in prompts]
         self.n_new = new_tokens(self.prompts, options.max_new_tokens, run.block_size)
         self.stop = (options.stop or '').replace('\\n', '\n').encode(errors='replace')
         self.found, self.n_read = [b''] * len(prompts), [0] * len(prompts)  # the texts so far, from so many ids
-        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')  # buffers incomplete characters
-        self.n_yielded = self.n_ready = 0  # bytes of the first text
         self.draft, self.is_drafted = None, bool(options.draft) or options.draft_len is not None
         if self.is_drafted:
             from lm_architectures.decode.speculation import longest_draft
@@ -133,7 +131,11 @@ class Generation:
             longest_draft(run.model, self.draft, self.draft_len)  # checks draft_len before anything is generated
 
     def __iter__(self) -> Iterator[str]:
-        s, data = self.options, self.run.record['data']
+        return codecs.iterdecode(self.pieces(), 'utf-8', 'replace')
+
+    def pieces(self) -> Iterator[bytes]:
+        """Generate all texts, and yield the first one in pieces."""
+        s, data, n_sent, held = self.options, self.run.record['data'], 0, max(0, len(self.stop) - 1)
         options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
                        eos_id=None if s.ignore_eos else data.get('ends', data['eos_id']), finished=self.finished)
         if self.is_drafted:
@@ -146,12 +148,12 @@ class Generation:
             steps = generation.generation_steps(self.run.model, self.prompts, self.n_new, cache, **options)
         for new in steps:
             self.n_tokens = sum(map(len, new))
-            if piece := self.piece(self.n_ready):
-                yield piece
+            ready = self.found[0][n_sent:max(n_sent, len(self.found[0]) - held)]  # the rest may begin the stop string
+            n_sent += len(ready)
+            yield ready
         self.report = (f'accepted {statistics.accepted_per_step:.2f} tokens per step' if self.is_drafted else
                        f'cache {cache.nbytes / 2**20:.1f} MiB')
-        if piece := self.piece(len(self.found[0]), final=True):
-            yield piece
+        yield self.found[0][n_sent:]
 
     @property
     def texts(self) -> list[str]:
@@ -159,18 +161,10 @@ class Generation:
 
     def finished(self, i: int, ids: list[int]) -> bool:
         """Receive the new ids of text i so far. Returns True if they contain the stop string."""
-        text = self.found[i] + self.tokenizer.decode(ids[self.n_read[i]:])
+        text = self.found[i] + self.run.tokenizer.decode(ids[self.n_read[i]:])
         self.n_read[i] = len(ids)
-        is_stopped = bool(self.stop) and self.stop in text
-        self.found[i] = text.partition(self.stop)[0] if is_stopped else text
-        if i == 0:
-            self.n_ready = len(text) - max(0, len(self.stop) - 1)  # hold back what may begin the stop string
-        return is_stopped
-
-    def piece(self, end: int, final: bool = False) -> str:
-        """Return the first text up to byte `end`, without what was returned before."""
-        start, self.n_yielded = self.n_yielded, max(end, self.n_yielded)
-        return self.utf8.decode(self.found[0][start:self.n_yielded], final)
+        self.found[i], stop, _ = text.partition(self.stop) if self.stop else (text, b'', b'')
+        return bool(stop)
 
 
 def new_tokens(prompts: list[list[int]], asked: int | None, block_size: int) -> int:

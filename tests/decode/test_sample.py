@@ -1,6 +1,7 @@
 """Generation: sampling distributions, ends of texts, prompts, and streamed output."""
 import contextlib
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,7 +89,8 @@ def test_empty_prompts_and_non_finite_logits_give_a_clear_error(device, drafting
 def byte_run(block_size):
     """Return a run without a model, for its prompts and texts."""
     run = load.Run.__new__(load.Run)
-    run.tokenizer, run.record = load_tokenizer('byte'), {'settings': {'block_size': block_size}}
+    run.tokenizer, run.model = load_tokenizer('byte'), None
+    run.record = {'settings': {'block_size': block_size}, 'data': {'eos_id': 256}}
     return run
 
 
@@ -108,14 +110,19 @@ def test_prompt_and_new_tokens_fit_the_context(prompt, options, want):
 @given(st.text(st.sampled_from('éENDx日')), st.sampled_from([None, 'END', 'é', 'NDE']))
 def test_text_is_streamed_up_to_the_stop_string(text, stop):
     """Never prints part of a stop string that spans tokens, or part of a character."""
-    generation, ids, shown = load.Generation(byte_run(9), [''], load.Options(stop=stop)), [], ''
-    for byte in text.encode():
-        ids.append(byte)
-        if generation.finished(0, ids):
-            break
-        shown += generation.piece(generation.n_ready)
-        assert text.startswith(shown)
-    shown += generation.piece(len(generation.found[0]), final=True)
+    def steps(*_, finished, **__):
+        for n in range(1, 1 + len(text.encode())):
+            is_last = finished(0, [*text.encode()[:n]])
+            yield [[*text.encode()[:n]]]
+            if is_last:
+                return
+    generation, shown = load.Generation(byte_run(9), [''], load.Options(stop=stop)), ''
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load.generation, 'generation_steps', steps)
+        patch.setattr(load.generation, 'allocate_cache', lambda *_: SimpleNamespace(nbytes=0))
+        for piece in generation:
+            shown += piece
+            assert text.startswith(shown)
     assert [shown] == generation.texts == [text.partition(stop)[0] if stop else text]
 
 

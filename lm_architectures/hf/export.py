@@ -153,8 +153,8 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
         wrapper += f'from .{name} import __name__ as _\n'
     write_file(folder / 'hf_model.py', wrapper.encode())
     for name, (_, code) in files.items():
-        code = re.sub('^( +)from lm_architectures.scans import .*$', r'\1raise ModuleNotFoundError  # scans/ is not exported', code,
-                      flags=re.MULTILINE)  # it reads weights itself and would not see adapters
+        code = re.sub('^( +)from lm_architectures.scans import .*$', r'\1raise ModuleNotFoundError  # not exported',
+                      code, flags=re.MULTILINE)  # it reads weights itself and would not see adapters
         write_file(folder / f'{name}.py', code.encode())
 
 

@@ -75,8 +75,8 @@ def load(folder: str, s: ModelSettings) -> tuple:
 def require(model, folder: str, *methods: str) -> None:
     """Raise UserError unless the model of a run has these methods."""
     if missing := [name for name in methods if not hasattr(model, name)]:
-        raise UserError(f'{folder} cannot be analyzed: {type(model).__module__} has no {missing[0]} (needed: '
-                        f'{", ".join(methods)})')
+        name = type(model).__module__.rpartition('.')[2]
+        raise UserError(f'{folder} cannot be analyzed: {name} has no {missing[0]} (needed: {", ".join(methods)})')
 
 
 def autocast(dtype: str, device: torch.device):

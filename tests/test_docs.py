@@ -1,45 +1,74 @@
-"""Commands in the documentation use scripts, modules, configs and options that exist."""
+"""The commands of the pages, and those that the papers' scripts print, parse where they stand."""
 import contextlib
+import dataclasses
+import importlib
 import json
 import pickle
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, run_subprocess
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [str(path.relative_to(ROOT)) for folder in ('', 'docs/', 'papers/*/') for path in ROOT.glob(f'{folder}*.md')]
-ALL_SETTINGS = ['train.py', *(path.name for path in ROOT.glob('model_*.py')), 'lm_architectures/settings.py',
-                'lm_architectures/run/folders.py']
+from analysis import commands as of_analysis
+from lm_architectures import train
+from lm_architectures.run import models
+from lm_architectures.settings import convert, parse_args, read_config_file
+
+PAGES = [str(path.relative_to(ROOT)) for pattern in ('*.md', 'docs/*.md', 'papers/*/*.md')
+         for path in ROOT.glob(pattern)]
+PAPERS = [f'papers.{path.parent.name}.reproduce' for path in ROOT.glob('papers/*/reproduce.py')]
+COMMAND = re.compile(r'(?:python3? |torchrun --nproc_per_node=\d+ )(?:-m )?([a-z][\w./]*\w)'
+                     r'((?: (?:[^\s`|;)"\'#]+|"[^"]*"|\'[^\']*\')+)*)')
+OTHERS = 'venv', 'pytest', 'ruff', 'pip', 'torch.distributed.run', 'http.server'  # programs of others
+PLACEHOLDER = re.compile(r'[A-Z]{3}|[.]{3}|[$]')  # NAME, RUN, ..., $variable
 
 
 def commands(page):
-    """Return (script or module path, arguments) of each command on a page."""
-    text = re.sub(r'\\\n\s*', ' ', (ROOT / page).read_text())
-    found = re.findall(r'python3? (?:-m )?([a-z][\w./]*\w)((?: +(?:"[^"]*"|\'[^\']*\'|[^\s`|;)]+))*)', text)
-    names = [(name if name.endswith('.py') else name.replace('.', '/') + '.py', rest) for name, rest in found]
-    return [(name, rest) for name, rest in names if not name.startswith(('venv', 'pytest', 'ruff', 'pip'))]
+    """Return (script or module, arguments) of each command on a page or printed by a module."""
+    text = (ROOT / page).read_text() if page.endswith('.md') else run_subprocess('-m', page).stdout
+    found = COMMAND.findall(re.sub(r' *\\\n\s*', ' ', text))
+    return [(name, shlex.split(arguments)) for name, arguments in found if not name.startswith(OTHERS)]
 
 
-@pytest.mark.parametrize('page', PAGES)
-def test_commands_on_the_pages_exist(page):
-    wrong = []
+def check_training(arguments):
+    """Check names and values of the settings of a training run.
+
+    If the model is not named, or only by a placeholder, its settings may be those of any model.
+    """
+    values, files = parse_args(arguments)
+    values.pop('help', None)
+    configs = [read_config_file(file) for file in files if not PLACEHOLDER.search(file)]
+    model = values.get('model') or next((config['model'] for config in configs if 'model' in config), 'standard')
+    if len(configs) < len(files) or model not in models.known_models() or {'init_from', 'extend', 'resume'} & {*values}:
+        known = {f.name for name in models.known_models() for f in dataclasses.fields(models.model_file(name).Config)}
+        values = {name: value for name, value in values.items() if name not in known}
+        convert(values, 'on the page', train.Settings)
+    else:
+        convert(values, 'on the page', train.Settings, models.model_file(model).Config)
+
+
+@pytest.mark.parametrize('page', [*PAGES, *PAPERS])
+def test_every_command_parses(page):
     for name, arguments in commands(page):
-        script = ROOT / name if (ROOT / name).exists() else ROOT / name.removesuffix('.py') / '__init__.py'
-        if not script.exists():
-            wrong.append(name)
+        if name == 'train.py':
+            check_training(arguments)
             continue
-        sources = [script, *(ROOT / path for path in ALL_SETTINGS
-                               if name == 'train.py' or 'compare' in name or 'speed' in name)]
-        sources += [ROOT / 'analysis/commands.py'] * (name == 'analysis.py')
-        sources += [ROOT / 'lm_architectures/data/text/sources.py'] * (name == 'prepare_fineweb.py')  # Reading
-        code = '\n'.join(path.read_text() for path in sources)
-        wrong += [f'{name} --{option}' for option in re.findall(r'--(\w+)', arguments) if not re.search(
-            rf'\b{option}\b', code) and option not in ('help', 'toy')]
-        wrong += [config for config in re.findall(r'\bconfig/[\w/]+\.py', arguments) if not (ROOT / config).exists()
-                  and 'NAME' not in config]
-    assert wrong == []
+        module = of_analysis if name == 'analysis' else importlib.import_module(
+            name.removesuffix('.py').replace('/', '.'))
+        if not hasattr(module, 'Settings'):
+            assert hasattr(module, 'main') or (Path(module.__file__).parent / '__main__.py').exists(), name
+            continue
+        values, positional = parse_args(arguments)
+        values.pop('help', None)
+        convert(values, f'on {page}', module.Settings)
+        assert name != 'analysis' or positional[0] in of_analysis.COMMANDS
+        assert name != 'bench.speed' or positional[0] in ('train', 'decode')
+        for side in positional:  # 'NAME: CONFIG --key=value ...'
+            if name in ('analysis.compare', 'bench.speed') and ': ' in side:
+                check_training(shlex.split(side.partition(': ')[2].removeprefix('hf ')))
 
 
 def test_the_map_is_read_without_running_code_of_its_pickle(tmp_path, monkeypatch):

@@ -176,7 +176,8 @@ def decodable(model):
     """Return the model, wrapped in `Recomputing` (with a warning) if it has no cache."""
     if getattr(model, 'new_cache', None) and getattr(model, 'extend', None):
         return model
-    warn_once(f'{type(model).__module__.rpartition(".")[2]} has no new_cache and extend: decoding recomputes the text for each token')
+    name = type(model).__module__.rpartition('.')[2]
+    warn_once(f'{name} has no new_cache and extend: decoding recomputes the text for each token')
     from lm_architectures.decode.recomputing import Recomputing
     return Recomputing(model)
 

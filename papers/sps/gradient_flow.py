@@ -70,7 +70,8 @@ def layers_of(model) -> dict:
     layers = {layer: SQUARES.get(type(layer)) for layer in getattr(model, 'blocks', nn.ModuleList()).modules()
               if [*layer.parameters(recurse=False)]}
     if not layers or None in layers.values() or hasattr(model, 'iterates') and model.config.K > 1:
-        raise UserError(f'{type(model).__module__} cannot be analyzed: expected a run of standard, sps or nextlat, '
+        name = type(model).__module__.rpartition('.')[2]
+        raise UserError(f'{name} cannot be analyzed: expected a run of standard, sps or nextlat, '
                         'whose blocks have only linear layers and RMSNorm')
     return layers
 

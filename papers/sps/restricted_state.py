@@ -48,8 +48,8 @@ def restricted(model, omega: int):
     config = model.config
     name = getattr(config, 'state_window', None)
     if name is None:
-        raise UserError(f'{type(model).__module__} has a state without a window (Config.state_window): expected a run '
-                        'of sps, standard or context_ready')
+        raise UserError(f'{type(model).__module__.rpartition(".")[2]} has a state without a window '
+                        '(Config.state_window): expected a run of sps, standard or context_ready')
     trained = getattr(config, name)
     if trained is not None and trained <= omega:
         raise UserError(f'the model was trained with {name} = {trained}, so omega = {omega} changes nothing: give a '

@@ -77,7 +77,7 @@ COMMANDS = {  # name: share of the inputs, and working commands in the folder th
     'lm_architectures.hf.import_model': (0.02, ['llama --out_dir=new --tokenizer=byte']),
     'prepare_fineweb': (0.09, [f'texts.jsonl --out_dir=new {PREPARE}',
                                f'texts.jsonl --out_dir=new {PREPARE} --shard_tokens=200 --max_tokens=100']),
-    'analysis.commands': (0.03, ['final standard nextlat --out=figure']),
+    'analysis.commands': (0.03, ['final standard nextlat --paper=sps --out=figure']),
 }
 OWN = {'train', 'eval'}  # may modify the runs passed to them
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import dense_attention, run_subprocess, succeeded
-from test_models import make, some_tokens
+from conftest import run_subprocess, succeeded
+from references import decode, dense_attention, some_tokens
+from test_models import make
 
 import attn_kernels as K
 import model_nextlat
@@ -155,10 +156,7 @@ def test_editing_sees_changes_training_and_decoding(variant, edit, monkeypatch, 
     assert abs(model(idx, idx.roll(-1, 1))['loss'] - loss) > 1e-5
     want = model.logits(idx)[..., :60]
     assert (want - logits).abs().max() > 1e-2
-    cache = model.new_cache(2, 120, max_call=4)
-    runs = idx.split([80, 1, 1, 4, 2, 20, 1, 11], 1)
-    got = torch.cat([model.extend(run, cache, all_positions=True) for run in runs], 1)[..., :60]
-    assert (got - want).abs().max() < 1e-4
+    assert (decode(model, idx, [80, 1, 1, 4, 2, 20, 1, 11]) - want).abs().max() < 1e-4
     assert capsys.readouterr().err == ''
 
 

@@ -2,12 +2,14 @@
 import copy
 import csv
 import random
+import re
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_sentence, rotary_attention, run, succeeded, train_tiny
+from conftest import assert_sentence, run, succeeded, train_tiny
+from references import assert_near, document_numbers, gelu, loss_and_gradients, rotary_attention
 from test_models import paper_model, paper_settings
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,27 +55,24 @@ def norm(x, layer):
 
 
 def ffn(x, up, down):
-    y = x @ up.weight.T + up.bias
-    y = y * 0.5 * (1 + torch.erf(y / 2 ** 0.5))  # GELU
-    return y @ down.weight.T + down.bias
+    return gelu(x @ up.weight.T + up.bias) @ down.weight.T + down.bias
 
 
-def block_output(model, entered, t, row_start, masks):
-    """Return z_t (eq. 3) from the block inputs at positions 0 ... t, each (B, C).
+def blocks(model, x, documents, dropout):
+    """Return z (eq. 3) from the block inputs x (B, T, C), without a cache.
 
-    Recomputes all positions up to t instead of using a cache.
+    dropout: factors of the two branches of each block, (2 n_layer, B, T, C).
     """
-    c, position, h = model.config, torch.arange(t + 1), torch.stack(entered[:t + 1], 1)
-    starts = torch.tensor([row[:t + 1] for row in row_start])
+    c, position, h = model.config, torch.arange(x.shape[1]), x
     distance = position[:, None] - position
-    seen = (distance >= 0) & (distance <= (t if c.window is None else c.window)) & (position >= starts[..., None])
-    for i, block in enumerate(model.blocks):
-        of_attention, of_ffn = masks[1 + 2 * i:3 + 2 * i, :t + 1].transpose(1, 2)
+    seen = (distance >= 0) & (distance <= (len(position) if c.window is None else c.window))
+    seen = seen & (documents[:, :, None] == documents[:, None])
+    for block, (of_attention, of_ffn) in zip(model.blocks, dropout.unflatten(0, (-1, 2)), strict=True):
         qkv = (norm(h, block.attn_norm) @ block.qkv.weight.T + block.qkv.bias).unflatten(-1, (3, c.n_head, -1))
         mixed = rotary_attention(qkv, position, seen, c.rope_theta)
         h = h + of_attention * (mixed @ block.attn_out.weight.T + block.attn_out.bias)
         h = h + of_ffn * ffn(norm(h, block.ffn.norm), block.ffn.up, block.ffn.down)
-    return h[:, t]
+    return h
 
 
 def correction(model, z, e):
@@ -85,41 +84,28 @@ def correction(model, z, e):
     return ffn(norm(x, net.norm), up, down)
 
 
-def document_starts(model, idx):
-    """Return the first position of the document for each row and position."""
-    is_end = (idx == EOS) & (model.config.eos_id is not None)
-    return [[max([0, *(s + 1 for s in range(t) if row[s])]) for t in range(len(row))] for row in is_end.tolist()]
-
-
-def no_dropout(model, idx):
-    return torch.ones(1 + 2 * model.config.n_layer, idx.shape[1], len(idx), model.config.n_embd, dtype=torch.float64)
-
-
-def streamed(model, idx, masks=None):
-    """Algorithm 1: z (B, T, C). masks: dropout factors (1 + 2 n_layer, T, B, C)."""
-    e, row_start, entered, zs = model.embed.weight[idx], document_starts(model, idx), [], []
-    masks = no_dropout(model, idx) if masks is None else masks
+def streamed(model, idx, dropout=None):
+    """Algorithm 1: z (B, T, C). dropout: factors (1 + 2 n_layer, B, T, C)."""
+    e, documents, entered, zs = model.embed.weight[idx], document_numbers(idx, model.config.eos_id), [], []
+    dropout = torch.ones(1 + 2 * model.config.n_layer, *e.shape) if dropout is None else dropout
+    z = torch.zeros_like(e[:, 0])
     for t in range(idx.shape[1]):
-        continues = torch.tensor([[float(starts[t] < t)] for starts in row_start], dtype=e.dtype)
-        z = continues * zs[-1] if zs else torch.zeros_like(e[:, 0])
-        entered.append(masks[0, t] * (e[:, t] + correction(model, z, e[:, t])))
-        zs.append(block_output(model, entered, t, row_start, masks))
+        z = z * (documents[:, t] == documents[:, t - 1])[:, None]
+        entered.append(dropout[0, :, t] * (e[:, t] + correction(model, z, e[:, t])))
+        z = blocks(model, torch.stack(entered, 1), documents[:, :t + 1], dropout[1:, :, :t + 1])[:, -1]
+        zs.append(z)
     return torch.stack(zs, 1)
 
 
 def unrolled(model, idx, K):
     """Eq. 5: z^(K) (B, T, C)."""
-    B, T = idx.shape
-    e, row_start, masks = model.embed.weight[idx], document_starts(model, idx), no_dropout(model, idx)
-    corrections = [torch.zeros_like(e[:, 0])] * T
-    for k in range(1, K + 1):
-        entered = [e[:, t] + corrections[t] for t in range(T)]
-        z = [block_output(model, entered, t, row_start, masks) for t in range(T)]
-        none = torch.zeros_like(z[0][0])
-        before = [torch.stack([z[t - 1][b] if row_start[b][t] < t else none for b in range(B)]) for t in range(T)]
-        if k < K:
-            corrections = [correction(model, before[t], e[:, t]) for t in range(T)]
-    return torch.stack(z, 1)
+    e, documents = model.embed.weight[idx], document_numbers(idx, model.config.eos_id)
+    no_dropout = torch.ones(2 * model.config.n_layer, *e.shape)
+    z = blocks(model, e, documents, no_dropout)
+    for _ in range(K - 1):
+        before = F.pad(z, (0, 0, 1, 0))[:, :-1] * (documents == documents.roll(1, 1)).unsqueeze(-1)
+        z = blocks(model, e + correction(model, before, e), documents, no_dropout)
+    return z
 
 
 def nll(model, z, targets):
@@ -129,18 +115,6 @@ def nll(model, z, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_gradients(have, want, tolerance):
-    assert have.keys() == want.keys()
-    for name in want:
-        assert (have[name] - want[name]).norm() <= tolerance * want[name].norm(), name
-
-
 @cases
 def test_unrolls_and_streaming_equal_the_papers_equations(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
@@ -148,8 +122,8 @@ def test_unrolls_and_streaming_equal_the_papers_equations(variant, layout):
     *_, z = model.iterates(idx, 3)
     exact = unrolled(model, idx, 3)
     assert (z - exact).norm() < 1e-8 * exact.norm()
-    want = gradients(model, nll(model, exact, targets))
-    assert_same_gradients(gradients(model, model(idx, targets)['loss']), want, 1e-8)
+    want = loss_and_gradients(nll(model, exact, targets), model)
+    assert_near(loss_and_gradients(model(idx, targets)['loss'], model), want, 1e-8)
     want = norm(streamed(model, idx), model.norm) @ model.head.weight.T
     assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # the tolerance of prefill
 
@@ -188,20 +162,17 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
 def test_bptt_equals_autograd_through_the_plain_loop(variant, layout, scan):
     model, idx = make(variant=variant, bptt=True, scan=scan, segment_len=3, **layout).double(), tokens(T=8)
     targets = torch.roll(idx, -1, 1)
-    want = nll(model, streamed(model, idx), targets)
-    have = model(idx, targets)
-    assert abs(have['loss'] - want) < 1e-8 * want
-    assert_same_gradients(gradients(model, have['loss']), gradients(model, want), 1e-8)
+    want = loss_and_gradients(nll(model, streamed(model, idx), targets), model)
+    assert_near(loss_and_gradients(model(idx, targets)['loss'], model), want, 1e-8)
 
 
 @pytest.mark.parametrize('values', [dict(n_layer=1, n_head=4, n_embd=64, window=38),
                                     dict(variant='concat', eos_id=EOS)], ids=str)
 def test_the_fast_scan_equals_the_loop_over_long_windows(values):
     idx = torch.randint(0, 60, (2, 114), generator=torch.Generator().manual_seed(0))
-    loop, scan = (make(bptt=True, scan=scan, **values).double() for scan in FORMS)
-    want, have = (model(idx, idx.roll(-1, 1))['loss'] for model in (loop, scan))
-    assert abs(have - want) < 1e-9 * want
-    assert_same_gradients(gradients(scan, have), gradients(loop, want), 1e-9)
+    models = [make(bptt=True, scan=scan, **values).double() for scan in FORMS]
+    loop, fast = (loss_and_gradients(model(idx, idx.roll(-1, 1))['loss'], model) for model in models)
+    assert_near(fast, loop, 1e-9)
 
 
 @pytest.mark.parametrize('scan', [None, *FORMS])
@@ -221,10 +192,10 @@ def test_dropout_masks_are_independent_and_bptt_is_exact_with_dropout(scan, monk
     assert len(masks) == n and all(set(mask.unique().tolist()) == {0.0, 2.0} for mask in masks)
     assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
     if scan:
-        have = gradients(model, loss)
+        got = loss_and_gradients(loss, model)
         assert len(masks) == (2 * n if scan == 'loop' else n)  # its backward computes each position again
-        drawn = torch.stack([mask.view(3, 16) for mask in masks[:n]]).unflatten(0, (8, 5)).transpose(0, 1)
-        assert_same_gradients(have, gradients(model, nll(model, streamed(model, idx, drawn), idx)), 1e-8)
+        drawn = torch.stack([mask.view(3, 16) for mask in masks[:n]]).unflatten(0, (8, 5)).permute(1, 2, 0, 3)
+        assert_near(got, loss_and_gradients(nll(model, streamed(model, idx, drawn), idx), model), 1e-8)
 
 
 @pytest.mark.parametrize('scan', FORMS)
@@ -233,10 +204,10 @@ def test_streaming_ignores_autocast(scan):
     for enabled in (False, True):
         with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
             z = model.stream(idx)
-        found.append((z, gradients(model, z.square().sum())))
-    (want, want_gradients), (z, have) = found
+        found.append((z, loss_and_gradients(model.nll(z, idx), model)))
+    (want, want_gradients), (z, got) = found
     assert torch.equal(z, want)
-    assert_same_gradients(have, want_gradients, 1e-6)
+    assert_near(got, want_gradients, 1e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
@@ -249,9 +220,9 @@ def test_cuda_graphs_accumulate_gradients_and_use_the_current_weights(dropout):
         for x in (idx, idx.flip(0)):
             torch.manual_seed(3)
             model.nll(fast.stream(model, x, graphs), x).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
+        return {name: p.grad for name, p in model.named_parameters()}
     for _ in range(3):  # after the first time, graphs are only replayed
-        assert_same_gradients(accumulated(graphs=True), accumulated(graphs=False), 1e-4)
+        assert_near(accumulated(graphs=True), accumulated(graphs=False), 1e-4)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.1)
@@ -273,7 +244,7 @@ def test_one_unroll_gives_the_correction_network_zero_gradients():
     """Without gradients, AdamW would skip the network, and DDP would fail."""
     model, idx = make(K=3, k_min=1).train(), tokens()
     model.n_unrolls = 1
-    grads = gradients(model, model(idx, idx)['loss'])
+    grads = loss_and_gradients(model(idx, idx)['loss'], model)
     found = [grads[name].abs().max() for name, _ in model.named_parameters() if name.startswith('correction.')]
     assert found and not any(found)
 
@@ -403,7 +374,7 @@ def test_every_row_of_a_table_trains_after_the_run_it_continues():
                 row = command.split('--out_dir=out/')[1].split()[0]
                 values = paper_settings(row)
                 model_context_ready.Config(**{name: values[name] for name in OWN & values.keys()})
-                assert {values.get('init_from'), values.get('extend')} <= {None, *trained}, row
+                assert {*re.findall(r'--(?:init_from|extend)=(\S+)', command)} <= {*trained}, row
                 trained.append(values['out_dir'])
             else:
                 after.append(command)

@@ -7,8 +7,9 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_model, saved_bytes
-from test_models import paper_model, some_tokens
+from conftest import saved_bytes
+from references import document_numbers, random_model, some_tokens
+from test_models import paper_model
 
 import model_gdn as G
 from scans import gdn
@@ -129,8 +130,8 @@ def paper_hidden(model, idx):
     """Compute final_hidden for windows (B, T) from the paper's equations, written out."""
     w, c = dict(model.named_parameters()), model.config
     H, K, D, W = c.n_head, c.d_k, c.d_v, c.conv_size
-    is_doc_start = F.pad(idx[:, :-1] == (-1 if c.eos_id is None else c.eos_id), (1, 0))
-    document = is_doc_start.cumsum(1)
+    document = document_numbers(idx, c.eos_id)
+    is_doc_start = F.pad(document.diff() > 0, (1, 0))
 
     def rms(x, name):
         return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[name + '.weight']

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_model, saved_bytes
+from conftest import saved_bytes
+from references import assert_near, loss_and_gradients, random_model
 from test_models import decode_in_pieces
 
 import model_gpn as G
@@ -111,22 +112,16 @@ def plain_states(model, idx):
     return torch.stack(states, 1)
 
 
-def assert_near(have, want, tolerance, all_matter=True):
-    """Compare tensors relative to their norms, which must be positive if all_matter."""
-    for x, y in zip(have, want, strict=True):
-        assert y.isfinite().all() and (y.any() or not all_matter) and (x - y).norm() <= tolerance * y.norm()
-
-
 def scale_keys(model, factor):
     for name, p in model.named_parameters():
         if '.key.' in name or '.query.' in name:
             p.data *= factor
 
 
-def loss_and_gradients(model, states, idx):
+def results(model, states, idx):
+    """Return the loss of predicting the next token from states, and its gradients."""
     logits = model.head(model.head_input(states))
-    loss = F.cross_entropy(logits.flatten(0, 1), idx.roll(-1, 1).flatten())
-    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+    return loss_and_gradients(F.cross_entropy(logits.flatten(0, 1), idx.roll(-1, 1).flatten()), model)
 
 
 @pytest.mark.parametrize('n_layer, n_head', [(1, 0), (1, 2), (2, 0), (2, 2)])
@@ -151,9 +146,9 @@ def test_values_and_gradients_equal_repeated_steps(form, shape, eos_id, bptt_len
     model, idx = make(n_layer=n_layer, n_head=n_head, bptt_len=bptt_len, eos_id=eos_id, segment_len=segment_len)
     idx = idx[:, :T]
     scale_keys(model, key_scale)
-    want = loss_and_gradients(model, plain_states(model, idx), idx)
+    want = results(model, plain_states(model, idx), idx)
     states = set_form(model, form).states(idx)
-    assert_near(loss_and_gradients(model, states, idx), want, 1e-8, all_matter=T == 23)
+    assert_near(results(model, states, idx), want, 1e-8, all_matter=T == 23)
     with torch.no_grad():
         assert (model.states(idx) - states).norm() < 1e-8 * states.norm()
 

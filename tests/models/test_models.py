@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from references import decode, some_tokens
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_kernels
@@ -71,10 +72,13 @@ WITH_DOCUMENTS = [variant for variant, (_, values) in VARIANTS.items() if values
 
 
 def make(variant, device='cpu'):
-    name, values = VARIANTS[variant]
+    return make_model(*VARIANTS[variant], device)
+
+
+def make_model(name, values, device='cpu'):
+    """Build a small model whose weights are large enough that attention is far from uniform."""
     torch.manual_seed(0)
     model = small_model(name, values).to(device).eval()
-    # larger than at the start of training, so that attention is far from uniform
     for weight, p in model.named_parameters():
         if p.dim() >= 2:  # smaller for recurrences, which must not be chaotic
             recurrent = weight.startswith('correction.') or values.get('variant') == 'tied'
@@ -90,9 +94,13 @@ def small_model(name, values):
 
 
 def paper_settings(name):
-    """Return the settings of a config file, or of a row of papers/context_ready/reproduce.py."""
+    """Return the settings of a config file, or of a row of papers/context_ready/reproduce.py.
+
+    Without those of a run that the row continues, which must have been trained.
+    """
     argv = training(name).split()[2:] if name in ROWS else [f'config/{name}.py']
-    s, values, _ = run_settings.read_settings(train.Settings, argv)
+    new = [arg for arg in argv if not arg.startswith(('--init_from=', '--extend='))]
+    s, values, _ = run_settings.read_settings(train.Settings, new)
     return vars(s) | values
 
 
@@ -109,15 +117,6 @@ def needs_extend(variant):
     """Skip tests of cached decoding for models without it (it is optional)."""
     if not hasattr(models.model_file(VARIANTS[variant][0]).Model, 'extend'):
         pytest.skip(f'{variant} has no extend')
-
-
-def some_tokens(B, T, seed=0):
-    """Return random ids with documents of various lengths, including empty ones."""
-    generator = torch.Generator().manual_seed(seed)
-    idx = torch.randint(0, 59, (B, T), generator=generator)
-    idx[torch.rand(B, T, generator=generator) < 0.1] = 59
-    idx[0, 4:6] = 59
-    return idx
 
 
 # ---- decoding ----
@@ -297,10 +296,8 @@ def test_editing_logits_changes_loss_evaluation_and_decoding(variant, monkeypatc
     want_grad, = torch.autograd.grad(want, [model.scale])
     alone = torch.equal(out['loss'], out['nll'])  # no other part of the loss uses the head
     assert abs(model.scale.grad) > 1e-5 and (not alone or abs(model.scale.grad - want_grad) < 1e-5)
-    new, cache = model.logits(idx)[..., :60], model.new_cache(2, 30)
-    assert (new - logits).abs().max() > 1e-2
-    got = [model.extend(part, cache, all_positions=True)[..., :60] for part in idx.split([20, 10], 1)]
-    assert (torch.cat(got, 1) - new).abs().max() < 1e-4
+    new = model.logits(idx)[..., :60]
+    assert (new - logits).abs().max() > 1e-2 and (decode(model, idx, [20, 10]) - new).abs().max() < 1e-4
 
 
 # ---- compiling ----

@@ -1,11 +1,10 @@
 """NextLat, MTP and JTP against the paper's equations in float64; drafts against full forwards."""
 import itertools
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import rotary, rotary_attention, saved_bytes
+from conftest import saved_bytes
+from references import assert_near, document_numbers, gelu, loss_and_gradients, rms_norm, rotary, transformer_block
 
 import attn_kernels
 from lm_architectures.run import models
@@ -33,37 +32,27 @@ def soft_cap(logits, cap):
 
 # ---- the paper's equations, one sequence at a time ----
 
-def norm(x, layer):
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight
-
-
 def block(h, layer, documents):
-    """Apply a Transformer block with causal attention within documents to h (T, C)."""
-    T = len(h)
-    documents = torch.tensor(documents)
-    seen = (documents == documents[:, None]).tril().unsqueeze(0)
-    qkv = (norm(h, layer.attn_norm) @ layer.qkv.weight.T).view(1, T, 3, 2, -1)
-    h = h + rotary_attention(qkv, torch.arange(T), seen)[0] @ layer.attn_out.weight.T
-    gate, up = (norm(h, layer.ffn_norm) @ layer.gate_up.weight.T).chunk(2, -1)
-    return h + (F.silu(gate) * up) @ layer.ffn_out.weight.T
+    """Apply a Transformer block with causal attention within documents (T,) to h (T, C)."""
+    seen = (documents == documents[:, None]).tril()
+    return transformer_block(h[None], layer, torch.arange(len(h)), seen[None])[0]
 
 
 def dynamics(h, e, layer):
     x = torch.cat([h, e])
     x = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt() * layer.norm.weight
     for fc in (layer.fc1, layer.fc2):
-        x = fc.weight @ x
-        x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+        x = gelu(fc.weight @ x)
     return h + layer.fc3.weight @ x
 
 
 def fetch(h, e, layer):
     """JTP's Fetch head: h (C,) and the embeddings e (i, C) of the next tokens -> (C,)."""
-    q, k, v = zip(*((layer.qkv.weight @ norm(x, layer.norm)).view(3, 2, -1) for x in (h, *e)))
+    q, k, v = zip(*((layer.qkv.weight @ rms_norm(x, layer.norm)).view(3, 2, -1) for x in (h, *e)))
     q, k = rotary(q[-1], len(e)), torch.stack([rotary(x, j) for j, x in enumerate(k)])
-    shares = (torch.einsum('hd,jhd->jh', q, k) / math.sqrt(q.shape[-1])).softmax(0)
+    shares = (torch.einsum('hd,jhd->jh', q, k) * q.shape[-1] ** -0.5).softmax(0)
     mixed = torch.einsum('jh,jhd->hd', shares, torch.stack(v)).flatten()
-    return norm(e[-1] + layer.attn_out.weight @ mixed, layer.out_norm)
+    return rms_norm(e[-1] + layer.attn_out.weight @ mixed, layer.out_norm)
 
 
 def state_loss(a, b, kind):
@@ -73,12 +62,10 @@ def state_loss(a, b, kind):
 
 def encode(model, x):
     """Return document numbers (T,), the inputs of the last block, and final states (T, C)."""
-    documents = [int((x[:t] == model.config.eos_id).sum()) if model.config.eos_id is not None else 0
-                 for t in range(len(x))]
-    trunk = model.embed.weight[x]
+    documents, trunk = document_numbers(x, model.config.eos_id), model.embed.weight[x]
     for layer in model.blocks[:-1]:
         trunk = block(trunk, layer, documents)
-    return documents, trunk, norm(block(trunk, model.blocks[-1], documents), model.norm)
+    return documents, trunk, rms_norm(block(trunk, model.blocks[-1], documents), model.norm)
 
 
 def ahead(name, model, x, t, encoded):
@@ -89,7 +76,7 @@ def ahead(name, model, x, t, encoded):
         if name == 'nextlat':
             guess = dynamics(guess, e[t + i], model.dynamics)
         elif name == 'mtp':
-            guess = norm(block(trunk, model.future[i - 1], documents), model.norm)[t]
+            guess = rms_norm(block(trunk, model.future[i - 1], documents), model.norm)[t]
         else:
             guess = fetch(h[t], e[t + 1:t + i + 1], model.fetch)
         yield guess
@@ -151,12 +138,8 @@ def test_losses_and_gradients_equal_the_papers_equations(name, case, documents, 
     targets = torch.randint(0, 20, (2, 9), generator=generator)
     targets[1, :4] = -1  # a prompt
     want, got = paper_losses(name, model, idx, targets, case.get('cap')), model(idx, targets)
-    assert got.keys() == want.keys()
-    for part in want:
-        assert abs(got[part] - want[part]) < 1e-6 * abs(want[part]), part
-    params = list(model.parameters())
-    for g, w in zip(*(torch.autograd.grad(out['loss'], params) for out in (got, want))):
-        assert (g - w).norm() < 1e-6 * w.norm()
+    assert_near(got, want, 1e-6)
+    assert_near(*(loss_and_gradients(out['loss'], model) for out in (got, want)), 1e-6)
 
 
 @pytest.mark.parametrize('name, T', [('nextlat', 200), ('mtp', 200), ('jtp', 200), ('bst', 20)])

@@ -4,8 +4,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import rotary_attention
-from test_models import paper_model, small_model, some_tokens
+from references import document_numbers, rms_norm, some_tokens, transformer_block
+from test_models import make_model, paper_model
 
 EOS = 59
 PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps')
@@ -13,12 +13,7 @@ PATTERNS = [(method, window) for method in ('sps', 'delayed_state', 'reverse_sps
 
 
 def make(name='sps', **values):
-    torch.manual_seed(0)
-    model = small_model(name, values).eval()
-    for p in model.parameters():  # larger than initial weights, so that attention is far from uniform
-        if p.dim() >= 2:
-            torch.nn.init.normal_(p, std=0.15)
-    return model
+    return make_model(name, values)
 
 
 def layouts():
@@ -44,7 +39,7 @@ def sees(config, query, key, document):
 
 def pairwise_mask(config, row):
     """Return the mask (2T, 2T) over x_0, rho_0, x_1, rho_1, ..."""
-    document = [int((row[:i] == EOS).sum()) if config.eos_id else 0 for i in range(len(row))]
+    document = document_numbers(row, config.eos_id).tolist()
     steps = [(i, stream) for i in range(len(row)) for stream in ('x', 'rho')]
     return torch.tensor([[sees(config, q, k, document) for k in steps] for q in steps])
 
@@ -60,21 +55,16 @@ def interleaved_logits(model, idx):
     h = torch.stack([x, rho.expand_as(x)], 2).view(B, 2 * T, c.n_embd)
     masks = torch.stack([pairwise_mask(c, row) for row in idx])
     is_rho = torch.arange(2 * T) % 2 == 1
-    norm = lambda h, layer: h / (h.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * layer.weight
     position = torch.arange(T).repeat_interleave(2)
     for layer, block in enumerate(model.blocks):
         fork = c.n_layer - (c.predict_layers or c.n_layer)
         below = layer < fork
         if layer == fork and c.predict_input == 'state':
             h = torch.stack([h[:, 0::2], h[:, 0::2] + model.embed.weight[c.n_ids]], 2).flatten(1, 2)
-        seen, start = masks & ~(is_rho & below), h
-        qkv = (norm(h, block.attn_norm) @ block.qkv.weight.T).unflatten(-1, (3, c.n_head, -1))
-        h = h + rotary_attention(qkv, position, seen, c.rope_theta) @ block.attn_out.weight.T
-        gate, up = (norm(h, block.ffn_norm) @ block.gate_up.weight.T).chunk(2, -1)
-        h = h + (F.silu(gate) * up) @ block.ffn_out.weight.T
-        h = torch.where((is_rho & below)[:, None], start, h)
+        after = transformer_block(h, block, position, masks & ~(is_rho & below), 1e-6)
+        h = torch.where((is_rho & below)[:, None], h, after)
     emitted = h[:, 0::2] if c.method == 'reverse_sps' else h[:, 1::2]
-    return norm(emitted, model.norm) @ model.head.weight.T
+    return rms_norm(emitted, model.norm, 1e-6) @ model.head.weight.T
 
 
 def relative_error(got, want):

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import saved_bytes
-from test_gpn import SMALL, assert_near, loss_and_gradients, make, needs_c, needs_triton, plain_states, scale_keys
+from references import assert_near
+from test_gpn import SMALL, make, needs_c, needs_triton, plain_states, results, scale_keys
 from test_models import decode_in_pieces
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -78,9 +79,9 @@ def test_the_c_code_equals_the_equations_at_odd_sizes(rows, dtype, tolerance, mo
     """Numbers of rows that fill no tile, one, or several; with threads, which other tests lack."""
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 3)
     model, idx = wide_model(rows)
-    want = loss_and_gradients(model, plain_states(model, idx), idx)
+    want = results(model, plain_states(model, idx), idx)
     model = model.to(dtype)
-    assert_near(loss_and_gradients(model, model.states(idx), idx), want, tolerance)
+    assert_near(results(model, model.states(idx), idx), want, tolerance)
 
 
 def wide_model(rows):
@@ -98,17 +99,17 @@ def assert_bf16_errors_are_like_those_of_the_equations(model, idx, times=1.5):
 
     Single gradients have a wide bound: they may nearly cancel, or pass a ReLU in one form only.
     """
-    exact = loss_and_gradients(model, plain_states(model, idx), idx)
+    exact = results(model, plain_states(model, idx), idx)
     model = model.float()
     with torch.autocast(idx.device.type, torch.bfloat16):
         of_equations, fast = plain_states(model, idx), model.states(idx)
     assert fast.dtype == torch.float32
     errors = []
     for states in (of_equations, fast):
-        found = loss_and_gradients(model, states, idx)
-        errors.append(torch.stack([(x - want).norm() for x, want in zip(found, exact)]))
+        found = results(model, states, idx)
+        errors.append(torch.stack([(found[name] - want).norm() for name, want in exact.items()]))
     assert 0 < errors[1].norm() < times * errors[0].norm()
-    for want, expected, error in zip(exact, *errors):
+    for want, expected, error in zip(exact.values(), *errors):
         assert want.norm() > 0 and error < 4 * expected + 0.5 * want.norm()
 
 
@@ -236,9 +237,9 @@ def test_the_triton_scan_equals_repeated_steps_with_gradients(values, kernels_de
         set_small_weights(model)
     if 'd_k' in values:
         scale_keys(model, 1e-6)
-    want = loss_and_gradients(model, plain_states(model, idx), idx)
+    want = results(model, plain_states(model, idx), idx)
     model = model.to(dtype)
-    assert_near(loss_and_gradients(model, model.states(idx), idx), want, tolerance)
+    assert_near(results(model, model.states(idx), idx), want, tolerance)
 
 
 @in_kernels
@@ -294,29 +295,29 @@ def test_recorded_graphs_give_the_results_of_the_steps(values, kernels_device, m
     for p in models[1].parameters():
         p.data *= 0.8
 
-    def results(model):
-        loss = model.states(idx).square().sum()
-        return [loss, *torch.autograd.grad(loss, recurrent_weights(model))]
+    def loss(model):
+        return model.states(idx).square().sum()
 
     monkeypatch.setattr(scan, 'uses_graphs', lambda device: False)
-    want = [results(model) for model in models]
+    want = [recurrent_gradients(loss(model), model) for model in models]
     monkeypatch.setattr(scan, 'uses_graphs', lambda device: True)
     if kernels_device == 'cpu':
         monkeypatch.setattr(scan, 'Graph', Rerun)
     scan._kernels_of.cache_clear()
     with torch.inference_mode():
         models[0].states(idx)
-    before = models[0].states(idx).square().sum()
+    before = loss(models[0])
     for i in (0, 1, 0):
-        assert_near(results(models[i]), want[i], 1e-4)
-    assert_near(torch.autograd.grad(before, recurrent_weights(models[0])), want[0][1:], 1e-4)
+        assert_near(recurrent_gradients(loss(models[i]), models[i]), want[i], 1e-4)
+    assert_near(recurrent_gradients(before, models[0]), want[0], 1e-4)
     assert scan._kernels_of.cache_info().currsize == 1
     scan._kernels_of.cache_clear()
 
 
-def recurrent_weights(model):
-    """Return all weights except those between the state and the head."""
-    return [p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))]
+def recurrent_gradients(loss, model):
+    """Return {'loss': loss, name: gradient} for all weights except those after the state."""
+    weights = {name: p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))}
+    return {'loss': loss.detach(), **dict(zip(weights, torch.autograd.grad(loss, [*weights.values()])))}
 
 
 # ---- compiled ----
@@ -327,7 +328,7 @@ def test_the_states_compile_to_one_graph(kernels_device):
     want = model.states(idx)
     got = torch.compile(model.states, backend='aot_eager', fullgraph=True)(idx)
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), recurrent_weights(model)) for x in (got, want)))
+    torch.testing.assert_close(*(recurrent_gradients(x.sum(), model) for x in (got, want)))
 
 
 @needs_c

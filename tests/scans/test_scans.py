@@ -11,7 +11,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, random_model, run_subprocess, succeeded
+from conftest import ROOT, run_subprocess, succeeded
+from references import assert_near, decode, loss_and_gradients, random_model
 
 import scans
 from attn_kernels import digest
@@ -33,9 +34,7 @@ def make(file, name, **values):
 @torch.no_grad()
 def results(model, idx):
     """Return the loss, the logits of decoding in pieces, and those of the full forward."""
-    cache = model.new_cache(*idx.shape, max_call=3)
-    decoded = [model.extend(run, cache, all_positions=True) for run in idx.split([9, 1, 3, 10], 1)]
-    return model(idx, idx)['loss'].item(), torch.cat(decoded, 1)[..., :60], model.logits(idx)[..., :60]
+    return model(idx, idx)['loss'].item(), decode(model, idx, [9, 1, 3, 10], 3), model.logits(idx)[..., :60]
 
 
 @pytest.mark.parametrize('name', FAST)
@@ -50,9 +49,9 @@ def test_both_forms_are_equal(name):
             *parts, last = idx.split([9, 1, 3, 10], 1)
             decoded = [model.extend(part, cache, all_positions=True) for part in parts]
             decoded.append(model.extend(last, cache, torch.tensor([10, 4])).unsqueeze(1))
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters())), torch.cat(decoded, 1)[..., :60]])
-    for loop, fast in zip(*found):
-        assert (loop - fast).abs().max() <= 1e-9 * loop.abs().max()
+        found.append({**loss_and_gradients(loss, model), 'decoded': torch.cat(decoded, 1)[..., :60]})
+    loop, fast = found
+    assert_near(fast, loop, 1e-9)
 
 
 @pytest.mark.parametrize('name', FAST)

@@ -4,8 +4,9 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import dense_attention, run_subprocess
+from conftest import run_subprocess
 from kernel_resources import STREAMS, VARIANTS
+from references import dense_attention
 from test_attn_kernels import dense_mask, gradients
 
 import model_sps

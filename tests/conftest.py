@@ -2,7 +2,6 @@
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import io
 import json
 import os
@@ -142,14 +141,16 @@ def run(*args, processes=1, **kwargs):
     torchrun) or options of subprocess.run, it starts subprocesses instead.
     """
     args = [*map(str, args)]
-    if processes > 1:
-        return run_subprocess('-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', *args,
-                         **kwargs)
-    if kwargs:
-        return run_subprocess(*args, **kwargs)
+    if processes > 1 or kwargs:
+        return run_subprocess(*torchrun(processes), *args, **kwargs)
     name, argv = (args[1], args[2:]) if args[0] == '-m' else (Path(args[0]).stem, args[1:])
-    main = importlib.import_module(name).main
-    return run_here(main, [f'{name}.py', *argv]) if inspect.signature(main).parameters else run_subprocess(*args)
+    return run_here(importlib.import_module(name).main, [f'{name}.py', *argv])
+
+
+def torchrun(processes):
+    """Return the arguments of Python that start several processes; none for one."""
+    several = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    return several if processes > 1 else []
 
 
 def run_subprocess(*args, **kwargs):
@@ -203,11 +204,10 @@ def trained_run(data, out, *args, **kwargs):
 
 def start_training(data, out, *args, processes=1):
     """Start a 100,000-step run, wait until it has logged three steps, and return its Popen."""
-    torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
-    command = [*TINY, f'--data={data}', f'--out_dir={out}', f'--max_tokens={100_000 * STEP_TOKENS}',
-               '--save_interval=100000', '--eval_interval=100000', *args]
-    process = subprocess.Popen([sys.executable, *(torchrun if processes > 1 else []), 'train.py', *command], cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [*torchrun(processes), 'train.py', *TINY, f'--data={data}', f'--out_dir={out}',
+               f'--max_tokens={100_000 * STEP_TOKENS}', '--save_interval=100000', '--eval_interval=100000', *args]
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
     log = out / 'log.jsonl'
     while process.poll() is None and (not log.exists() or log.read_text().count('\n') < 3):
         time.sleep(0.05)

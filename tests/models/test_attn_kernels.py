@@ -67,7 +67,7 @@ def assert_close(got, want, tolerance):
 X, RHO, BOTH = (0,), (1,), (0, 1)
 BLOCK_LISTS = [f'{full}{name}' for full in ('', 'full_') for name in (
     'kv_num_blocks', 'kv_indices', 'q_num_blocks', 'q_indices')]
-LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  # heads: of q, of k, size
+@pytest.mark.parametrize('method, values, T, kind, queries, heads', [  # heads: of q, of k, size
     (None, {}, 1, None, X, (2, 2, 16)), (None, {}, 300, 'edges', X, (2, 2, 70)), (None, {}, 1100, None, X, (2, 1, 16)),
     (None, dict(window=0), 129, 'many', X, (2, 2, 48)), (None, dict(window=64), 300, 'edges', X, (6, 2, 64)),
     (None, dict(window=3), 520, None, X, (2, 2, 64)), (None, dict(window=64), 1100, 'many', X, (2, 2, 16)),
@@ -77,9 +77,6 @@ LAYOUTS = pytest.mark.parametrize('method, values, T, kind, queries, heads', [  
     ('delayed_state', dict(window=1), 17, 'many', BOTH, (2, 2, 16)),
     ('delayed_state', {}, 1100, 'edges', RHO, (2, 2, 16)), ('reverse_sps', dict(window=3), 300, 'edges', X, (2, 2, 64)),
     ('two_x_memory', {}, 129, 'many', RHO, (2, 2, 70))])
-
-
-@LAYOUTS
 def test_attention_equals_dense_masked_attention(method, values, T, kind, queries, heads, device):
     """Also checks the forward of FlexAttention, uncompiled on a CPU."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -143,12 +140,10 @@ def wider(sees):
     return lambda self, q, k: sees(self, q, k) | (k.pos < q.pos) & (k.pos >= q.doc_start) & (q.pos - k.pos <= 60)
 
 
-EDITED = ['standard, window', 'sps', 'sps, window 1, no documents, untied', 'sps, beyond the paper',
-          'reverse_sps', 'roformer, extra FFN, window', 'context_ready, documents, window']
-
-
 @pytest.mark.parametrize('edit', [sinks, dilated, wider])
-@pytest.mark.parametrize('variant', EDITED)
+@pytest.mark.parametrize('variant', [
+    'standard, window', 'sps', 'sps, window 1, no documents, untied', 'sps, beyond the paper', 'reverse_sps',
+    'roformer, extra FFN, window', 'context_ready, documents, window'])
 def test_editing_sees_changes_training_and_decoding(variant, edit, monkeypatch, capsys):
     model, idx = make(variant), some_tokens(2, 120)
     loss, logits = model(idx, idx.roll(-1, 1))['loss'], model.logits(idx)[..., :60]
@@ -206,19 +201,15 @@ def test_cache_size_follows_the_reach_of_the_pattern(window, slots):
 
 # ---- the loss ----
 
-def weighted_loss(head, lengths):
-    """Return a loss over weighted rows, with a part to log. Appends the chunks' `lengths`."""
+@pytest.mark.parametrize('N, width', [(1, 320), (40, 320), (600, 2 ** 18)])
+def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
     def fn(h, targets, weights):
         lengths.append(len(h))
         nll = F.cross_entropy(head(h).float(), targets, ignore_index=-1, reduction='none')
-        return {'weighted': (weights * nll).sum(), 'nll': nll.detach().sum()}
-    return fn
+        return {'weighted': (weights * nll).sum(), 'nll': nll.detach().sum()}  # the second is to log
 
-
-@pytest.mark.parametrize('N, width', [(1, 320), (40, 320), (600, 2 ** 18)])
-def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
     torch.manual_seed(0)
-    head, unused = torch.nn.Linear(24, 320, device=device), torch.nn.Linear(2, 2, device=device)
+    head, unused, lengths = torch.nn.Linear(24, 320, device=device), torch.nn.Linear(2, 2, device=device), []
     hidden, weights = torch.randn(N, 24, device=device, requires_grad=True), torch.rand(N, device=device)
     targets = torch.randint(-1, 320, (N,), device=device)
     targets[0] = 3
@@ -230,8 +221,6 @@ def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
     want_loss, want_part = (weights.double() * nll).sum(), nll.sum()
     want = [3 * g for g in torch.autograd.grad(want_loss, [h, *exact.parameters()])]
 
-    lengths = []
-    fn = weighted_loss(head, lengths)
     loss, part = K.chunked_loss(fn, (hidden, targets, weights), params, width).values()
     assert max(lengths) - min(lengths) <= 1 and len(lengths) == (3 if N == 600 and device == 'cpu' else 1)
     (3 * loss).backward()

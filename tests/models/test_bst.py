@@ -7,7 +7,7 @@ import pytest
 import test_nextlat
 import torch
 import torch.nn.functional as F
-from references import assert_near, loss_and_gradients, rms_norm
+from references import assert_near, document_numbers, loss_and_gradients, rms_norm
 from test_nextlat import block, soft_cap
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,29 +37,23 @@ def paper_losses(model, idx, targets, cap):
         logits = head.weight @ (model.text_out.weight @ F.gelu(hidden))
         return F.cross_entropy(soft_cap(logits, cap if head is model.head else None), label)
 
-    def document_around(x, s):
-        """Return the first and last position of the document that contains x[s]."""
-        first = max((i + 1 for i in range(s) if x[i] == c.eos_id), default=0)
-        return first, next((i for i in range(s, len(x)) if x[i] == c.eos_id), len(x) - 1)
-
     nll, nexts, previous = [], [], []
     for row, y in zip(idx, targets):
         T, x = len(row), (*row.tolist(), *y[-1:][y[-1:] >= 0].tolist())
-        counts = [bool(y[0] >= 0), *(y >= 0).tolist()]
+        counts, document = [bool(y[0] >= 0), *(y >= 0).tolist()], document_numbers(torch.tensor(x), c.eos_id)
+        read = lambda t, positions: tuple(x[s] for s in positions if document[s] == document[t])  # in t's document
         for t in range(T):
-            first, _ = document_around(x, t)
             if y[t] >= 0 and row[t] != c.eos_id:
-                f = last_vector(model.forward_encoder, x[first:t + 1], model.no_prefix)
+                f = last_vector(model.forward_encoder, read(t, range(t + 1)), model.no_prefix)
                 nll.append(nats(f, model.no_suffix, model.head, y[t]))
         pairs = [(t, k) for t in range(T + 1) for k in range(c.min_k, T + 3 - t) if t + k >= 2]
         n = max(1, round(c.pair_share * len(pairs)))
         for t, k in [pairs[i * len(pairs) // n] for i in range(n)]:
             p, q = t, t + k - 2  # 0-based positions of x_{t+1} and x_{t+k-1}
-            if max(p, q) >= len(x) or document_around(x, p) != document_around(x, q):
+            if max(p, q) >= len(x) or document[p] != document[q]:
                 continue
-            first, last = document_around(x, p)
-            f = last_vector(model.forward_encoder, x[first:p], model.no_prefix)
-            b = last_vector(model.backward_encoder, x[q + 1:last + 1][::-1], model.no_suffix)
+            f = last_vector(model.forward_encoder, read(p, range(p)), model.no_prefix)
+            b = last_vector(model.backward_encoder, read(p, range(len(x) - 1, q, -1)), model.no_suffix)
             if counts[p]:
                 nexts.append(nats(f, b, model.head, torch.tensor(x[p])))
             if counts[q]:

@@ -23,12 +23,8 @@ def make(**values):
     return random_model(G, 3, **SMALL | values)
 
 
-def set_form(model, form):
-    model.fast = form != 'loop'
-    return model
-
-
-forms = pytest.mark.parametrize('form', ['loop', pytest.param('in C', marks=needs_c)])  # Triton's interpreter is slow
+# On a CPU, 'fast' is in C. Triton's interpreter is slow: tests of its kernels are in tests/scans.
+forms = pytest.mark.parametrize('form', ['loop', pytest.param('fast', marks=needs_c)])
 
 
 def test_initial_weights_match_the_official_code():
@@ -143,11 +139,12 @@ def test_values_and_gradients_equal_repeated_steps(form, shape, eos_id, bptt_len
     Tiny keys (1e-6) show the epsilon in their normalization.
     """
     n_layer, n_head = shape
-    model, idx = make(n_layer=n_layer, n_head=n_head, bptt_len=bptt_len, eos_id=eos_id, segment_len=segment_len)
+    model, idx = make(n_layer=n_layer, n_head=n_head, bptt_len=bptt_len, eos_id=eos_id, segment_len=segment_len,
+                      scan=form)
     idx = idx[:, :T]
     scale_keys(model, key_scale)
     want = results(model, plain_states(model, idx), idx)
-    states = set_form(model, form).states(idx)
+    states = model.states(idx)
     assert_near(results(model, states, idx), want, 1e-8, all_matter=T == 23)
     with torch.no_grad():
         assert (model.states(idx) - states).norm() < 1e-8 * states.norm()
@@ -168,16 +165,16 @@ def test_the_loop_saves_its_state_once_per_segment():
 @forms
 @pytest.mark.parametrize('n_head', [0, 2])
 def test_decoding_equals_the_full_forward_in_float64(form, n_head):
-    model, idx = make(n_layer=2, n_head=n_head, eos_id=59)
+    model, idx = make(n_layer=2, n_head=n_head, eos_id=59, scan=form)
     for p in model.parameters():
         p.data *= 0.5 if p.dim() == 2 else 1
-    decode_in_pieces(set_form(model, form), idx, max_call=4, tolerance=1e-8)
+    decode_in_pieces(model, idx, max_call=4, tolerance=1e-8)
 
 
 @forms
 def test_a_nan_weight_gives_nan_states(form):
-    model, idx = make()
-    set_form(model, form).layers[0].query.bias.data[0] = float('nan')
+    model, idx = make(scan=form)
+    model.layers[0].query.bias.data[0] = float('nan')
     assert model.states(idx).isnan().any()
 
 
@@ -202,10 +199,10 @@ def test_gates_and_decays_near_1_are_not_rounded_to_1_by_bf16_weights():
 @pytest.mark.parametrize('narrow', ['autocast', 'weights'])
 def test_state_and_memory_are_in_fp32(narrow, form):
     """Also with bf16 weights or autocast (on a CPU: only the C code, if the CPU has bf16)."""
-    model, idx = make(n_layer=2)
+    model, idx = make(n_layer=2, scan=form)
     for p in model.float().parameters():
         torch.nn.init.normal_(p, std=0.2)
-    want = set_form(model, form).states(idx)
+    want = model.states(idx)
     if narrow == 'weights':
         model = model.to(torch.bfloat16)
         assert model.new_cache(3, 23).history[2].dtype == torch.float32

@@ -169,11 +169,8 @@ def test_one_seed_gives_all_models_the_same_transformer():
         assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
 
 
-DRAFTING = pytest.mark.parametrize('name, case', [('nextlat', dict(horizon=1)), ('mtp', dict(horizon=3)),
-                                                  ('jtp', dict(horizon=3))])
-
-
-@DRAFTING
+@pytest.mark.parametrize('name, case', [('nextlat', dict(horizon=1)), ('mtp', dict(horizon=3)),
+                                        ('jtp', dict(horizon=3))])
 @pytest.mark.parametrize('documents', [True, False])
 def test_draft_probabilities_are_those_that_training_scores(name, case, documents):
     """Drafts one token, then two more, after ragged extends and a rollback."""

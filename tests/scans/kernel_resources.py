@@ -7,6 +7,7 @@ One line per kernel and variant: name, dtype, variant, registers, bytes of stack
 shared memory, and the number of wgmma instructions (16-bit tensor cores).
 """
 import collections
+import functools
 import re
 import subprocess
 import sys
@@ -30,10 +31,10 @@ VARIANTS = [  # attention: (streams, head size, dtype, query heads per key head)
     *(('both', D, torch.float32, group) for D, group in ((32, 1), (64, 1), (64, 4), (128, 1)))]
 
 
-def compile_once(done, kernel, args, words=(), **options):
+def compile_once(done, kernel, words, *args, **options):
     """Compile a kernel for launch arguments (meta tensors) and print its resources.
 
-    done: variants compiled so far, which are skipped.
+    done: variants compiled so far, which are skipped; words: what to print of this one.
     """
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, x) in enumerate(zip(kernel.params, args, strict=True)):
@@ -61,18 +62,13 @@ def compile_once(done, kernel, args, words=(), **options):
           built.metadata.shared, built.asm['ptx'].count('wgmma.mma_async'), sep=', ', flush=True)
 
 
-def launcher(done, kernel, words):
-    """Wrap an attention kernel so that launching it, on any grid, only compiles it."""
-    launch = lambda *args, **options: compile_once(done, kernel, args, words, **options)
-    return collections.defaultdict(lambda: launch)
-
-
 def attention():
     B, T, H, done = 2, 4096, 8, set()
     kernels = {name: getattr(K, name) for name in ('_forward_kernel', '_query_gradient_kernel', '_key_gradient_kernel')}
     for streams, D, dtype, group in VARIANTS:
-        for name, kernel in kernels.items():
-            setattr(K, name, launcher(done, kernel, (streams, D, group)))
+        for name, kernel in kernels.items():  # launching it, on any grid, only compiles it
+            launch = functools.partial(compile_once, done, kernel, (streams, D, group))
+            setattr(K, name, collections.defaultdict(lambda launch=launch: launch))
         NQ, NK, first = STREAMS[streams]
         q = torch.empty(B, NQ * T, H, D, dtype=dtype, device='meta')
         k = torch.empty(B, NK * T, H // group, D, dtype=dtype, device='meta')
@@ -86,7 +82,8 @@ def gpn():
     scans.KERNELS_ON_CPU = True
     from scans import gpn, gpn_gpu
     done, B, S, L = set(), 2, 2, 2
-    gpn_gpu._launch = lambda kernel, grid, warps, *args: compile_once(done, kernel, args, num_warps=warps, num_stages=1)
+    gpn_gpu._launch = lambda kernel, grid, warps, *args: compile_once(
+        done, kernel, (), *args, num_warps=warps, num_stages=1)
     for documents, dtype, sizes in ((False, torch.bfloat16, (2496, 6656, 15, 128, 256)),
                                     (True, torch.float32, (2496, 6656, 15, 128, 256)),
                                     (True, torch.bfloat16, (3184, 8448, 0, 128, 256))):

@@ -1,7 +1,7 @@
 """Fast scans in scans/ equal the code they reimplement, and are pinned to it.
 
 Edits run step by step. After an edit of both forms, `test_both_forms_are_equal` compares them, and
-`test_pins_are_current` shows the digest to pin. To compare a copy of a model, add it to FAST.
+a warning shows the digest to pin. To compare a copy of a model, add it to FAST.
 """
 import importlib
 import inspect
@@ -15,7 +15,6 @@ from conftest import ROOT, run_subprocess, succeeded
 from references import assert_near, decode, loss_and_gradients, random_model
 
 import scans
-from attn_kernels import digest
 from scans import context_ready, gdn, gpn
 
 FAST = {'gpn': gpn, 'context_ready': context_ready, 'gdn': gdn}  # {NAME: fast form of model_NAME.py}
@@ -52,12 +51,6 @@ def test_both_forms_are_equal(name):
         found.append({**loss_and_gradients(loss, model), 'decoded': torch.cat(decoded, 1)[..., :60]})
     loop, fast = found
     assert_near(fast, loop, 1e-9)
-
-
-@pytest.mark.parametrize('name', FAST)
-def test_pins_are_current(name):
-    pin = digest(*FAST[name].implements(importlib.import_module(f'model_{name}')))
-    assert pin in FAST[name].PINS
 
 
 @pytest.mark.parametrize('name', PINNED)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from conftest import run_subprocess
 from kernel_resources import STREAMS, VARIANTS
-from references import dense_attention
+from references import dense_attention, loss_and_gradients, some_tokens
 from test_attn_kernels import dense_mask, gradients
+from test_models import make_model
 
 import model_sps
 import scans
@@ -94,17 +95,11 @@ def test_the_operator_passes_opcheck(kernels_device):
     ('standard', dict(window=3, n_kv_head=1)), ('sps', dict(window=3)), ('sps', dict(window=3, predict_layers=1)),
     ('sps', dict(method='reverse_sps', window=0, eos_id=None))])
 def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values, kernels_device):
-    module, losses = models.model_file(name), []
-    idx = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(0)).to(kernels_device)
+    found, idx = [], some_tokens(2, 40).to(kernels_device)
     for attention in ('auto', 'triton'):
-        torch.manual_seed(0)
-        config = module.Config(**dict(n_layer=2, n_head=2, n_embd=64, vocab_size=64, n_ids=60, eos_id=59,
-                                      init_std=0.15, attention=attention) | values)
-        model = module.Model(config).to(kernels_device)
-        loss = model(idx, idx.roll(-1, 1))['loss']
-        losses.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for got, want in zip(*losses):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        model = make_model(name, dict(n_layer=2, n_embd=64, eos_id=59, attention=attention) | values, kernels_device)
+        found.append(loss_and_gradients(model(idx, idx.roll(-1, 1))['loss'], model))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('name', ['standard', 'sps'])

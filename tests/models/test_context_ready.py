@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_sentence, run, succeeded, train_tiny
-from references import assert_near, document_numbers, gelu, loss_and_gradients, rotary_attention
+from references import assert_near, decode, document_numbers, gelu, loss_and_gradients, rotary_attention
 from test_models import paper_model, paper_settings
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -118,12 +118,11 @@ def nll(model, z, targets):
 @cases
 def test_unrolls_and_streaming_equal_the_papers_equations(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
-    targets = torch.roll(idx, -1, 1)
     *_, z = model.iterates(idx, 3)
     exact = unrolled(model, idx, 3)
     assert (z - exact).norm() < 1e-8 * exact.norm()
-    want = loss_and_gradients(nll(model, exact, targets), model)
-    assert_near(loss_and_gradients(model(idx, targets)['loss'], model), want, 1e-8)
+    want = loss_and_gradients(nll(model, exact, idx.roll(-1, 1)), model)
+    assert_near(loss_and_gradients(model(idx, idx.roll(-1, 1))['loss'], model), want, 1e-8)
     want = norm(streamed(model, idx), model.norm) @ model.head.weight.T
     assert (model.logits(idx) - want)[..., :60].abs().max() < 1e-4  # the tolerance of prefill
 
@@ -143,8 +142,7 @@ def test_a_roformer_is_one_unroll_without_a_correction(variant):
 def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_position_k(variant, layout):
     model, idx = make(variant=variant, **layout), tokens(T=16)
     with torch.no_grad():
-        cache = model.new_cache(3, 16)
-        want = torch.stack([model.extend(idx[:, t:t + 1], cache) for t in range(16)], 1)[..., :60]
+        want = decode(model, idx, [1] * 16, 1)
         e, _, starts, _ = model.prepare(idx)
         zs = list(model.iterates(idx, 17))
         logits = [model.head(model.head_input(z))[..., :60] for z in zs]
@@ -161,9 +159,8 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
 @cases
 def test_bptt_equals_autograd_through_the_plain_loop(variant, layout, scan):
     model, idx = make(variant=variant, bptt=True, scan=scan, segment_len=3, **layout).double(), tokens(T=8)
-    targets = torch.roll(idx, -1, 1)
-    want = loss_and_gradients(nll(model, streamed(model, idx), targets), model)
-    assert_near(loss_and_gradients(model(idx, targets)['loss'], model), want, 1e-8)
+    want = loss_and_gradients(nll(model, streamed(model, idx), idx.roll(-1, 1)), model)
+    assert_near(loss_and_gradients(model(idx, idx.roll(-1, 1))['loss'], model), want, 1e-8)
 
 
 @pytest.mark.parametrize('values', [dict(n_layer=1, n_head=4, n_embd=64, window=38),

@@ -11,22 +11,17 @@ import torch
 import torch.nn.functional as F
 from conftest import run_subprocess, succeeded
 from references import decode, dense_attention, some_tokens
-from test_models import make
+from test_models import make, small_model
 
 import attn_kernels as K
 import model_nextlat
-import model_sps
-import model_standard
-
-SINGLE = dict(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None)
 
 
 def pattern(method=None, **values):
     """Return a model_standard, or a model_sps with a method, for its `sees`."""
-    module = model_sps if method else model_standard
     if method:
         values = dict(method=method, window=None if method == 'two_x_memory' else 64) | values
-    return module.Model(module.Config(**SINGLE | values))
+    return small_model('sps' if method else 'standard', values)
 
 
 def documents(kind, B, T):
@@ -65,8 +60,6 @@ def assert_close(got, want, tolerance):
 
 
 X, RHO, BOTH = (0,), (1,), (0, 1)
-BLOCK_LISTS = [f'{full}{name}' for full in ('', 'full_') for name in (
-    'kv_num_blocks', 'kv_indices', 'q_num_blocks', 'q_indices')]
 @pytest.mark.parametrize('method, values, T, kind, queries, heads', [  # heads: of q, of k, size
     (None, {}, 1, None, X, (2, 2, 16)), (None, {}, 300, 'edges', X, (2, 2, 70)), (None, {}, 1100, None, X, (2, 1, 16)),
     (None, dict(window=0), 129, 'many', X, (2, 2, 48)), (None, dict(window=64), 300, 'edges', X, (6, 2, 64)),
@@ -120,7 +113,8 @@ def test_block_masks_equal_those_of_pytorch(method, values, queries, T):
             got, _ = K.flex_mask(sees, None, T, 'cpu', documents(kind, 2, T), keys, queries)
             B = 1 if kind is None else 2
             want = create_block_mask(got.mask_mod, B, None, len(queries) * T, len(keys) * T, 'cpu')
-            for name in BLOCK_LISTS:
+            for name in (f'{full}{axis}_{of}' for full in ('', 'full_') for axis in 'q kv'.split()
+                         for of in ('num_blocks', 'indices')):
                 a, b = getattr(got, name), getattr(want, name)
                 assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride(), (name, kind)
 
@@ -191,10 +185,9 @@ def test_masks_without_documents_are_kept_until_the_pattern_changes():
 
 @pytest.mark.parametrize('window, slots', [(None, 100), (0, 4), (5, 9), (200, 100)])
 def test_cache_size_follows_the_reach_of_the_pattern(window, slots):
-    cache = model_standard.Model(model_standard.Config(**SINGLE, window=window)).new_cache(1, 100)
-    assert cache.k[0].shape[2] == slots + 1  # plus the spare slot
-    cache = model_sps.Model(model_sps.Config(**SINGLE, window=window)).new_cache(1, 100)
-    assert cache.k[0].shape[2] == 100 + slots + 1
+    for name, of_all in (('standard', 0), ('sps', 100)):  # one stream of SPS sees all positions
+        cache = small_model(name, dict(window=window)).new_cache(1, 100)
+        assert cache.k[0].shape[2] == of_all + slots + 1  # plus the spare slot
     early = lambda q, k: (k.pos <= q.pos) & ((q.pos - k.pos <= 5) | (q.pos == 1000))
     assert K._reach(early, 3000, 0, 1, 'cpu') == 1000  # evaluated in chunks
 
@@ -214,8 +207,7 @@ def test_chunked_loss_equals_the_loss_of_all_rows(N, width, device):
     targets = torch.randint(-1, 320, (N,), device=device)
     targets[0] = 3
     params = [*head.parameters(), *unused.parameters()]
-    exact = torch.nn.Linear(24, 320, device=device).double()
-    exact.load_state_dict(head.state_dict())
+    exact = copy.deepcopy(head).double()
     h = hidden.detach().double().requires_grad_()
     nll = F.cross_entropy(exact(h), targets, ignore_index=-1, reduction='none')
     want_loss, want_part = (weights.double() * nll).sum(), nll.sum()

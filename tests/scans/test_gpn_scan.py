@@ -16,7 +16,6 @@ import model_gpn as G
 from scans import gpn as scan
 from scans import gpn_cpu, gpn_gpu
 
-CPU = torch.device('cpu')
 in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
 needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bfloat16,
                                       reason='no C compiler or no bf16 units')

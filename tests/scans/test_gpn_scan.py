@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import saved_bytes
-from references import assert_near
+from references import assert_near, loss_and_gradients
 from test_gpn import SMALL, make, needs_c, needs_triton, plain_states, results, scale_keys
 from test_models import decode_in_pieces
 from torch.utils._pytree import tree_leaves, tree_map
@@ -17,6 +17,7 @@ from scans import gpn as scan
 from scans import gpn_cpu, gpn_gpu
 
 in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
+AFTER_STATE = 'norm', 'decode'  # weights between the state and the logits
 needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bfloat16,
                                       reason='no C compiler or no bf16 units')
 
@@ -298,7 +299,7 @@ def test_recorded_graphs_give_the_results_of_the_steps(values, kernels_device, m
         return model.states(idx).square().sum()
 
     monkeypatch.setattr(scan, 'uses_graphs', lambda device: False)
-    want = [recurrent_gradients(loss(model), model) for model in models]
+    want = [loss_and_gradients(loss(model), model, AFTER_STATE) for model in models]
     monkeypatch.setattr(scan, 'uses_graphs', lambda device: True)
     if kernels_device == 'cpu':
         monkeypatch.setattr(scan, 'Graph', Rerun)
@@ -307,16 +308,10 @@ def test_recorded_graphs_give_the_results_of_the_steps(values, kernels_device, m
         models[0].states(idx)
     before = loss(models[0])
     for i in (0, 1, 0):
-        assert_near(recurrent_gradients(loss(models[i]), models[i]), want[i], 1e-4)
-    assert_near(recurrent_gradients(before, models[0]), want[0], 1e-4)
+        assert_near(loss_and_gradients(loss(models[i]), models[i], AFTER_STATE), want[i], 1e-4)
+    assert_near(loss_and_gradients(before, models[0], AFTER_STATE), want[0], 1e-4)
     assert scan._kernels_of.cache_info().currsize == 1
     scan._kernels_of.cache_clear()
-
-
-def recurrent_gradients(loss, model):
-    """Return {'loss': loss, name: gradient} for all weights except those after the state."""
-    weights = {name: p for name, p in model.named_parameters() if not name.startswith(('norm', 'decode'))}
-    return {'loss': loss.detach(), **dict(zip(weights, torch.autograd.grad(loss, [*weights.values()])))}
 
 
 # ---- compiled ----
@@ -327,7 +322,7 @@ def test_the_states_compile_to_one_graph(kernels_device):
     want = model.states(idx)
     got = torch.compile(model.states, backend='aot_eager', fullgraph=True)(idx)
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(*(recurrent_gradients(x.sum(), model) for x in (got, want)))
+    torch.testing.assert_close(*(loss_and_gradients(x.sum(), model, AFTER_STATE) for x in (got, want)))
 
 
 @needs_c

@@ -126,6 +126,7 @@ class Decoder:
         if device.type == 'cuda':
             torch.cuda.set_device(device)  # CUDA graphs are captured on the selected GPU
         self.model, self.cache, self.filters = decodable(model), cache, filters
+        self.models = [self.model]  # that a step runs
         self.uses, self.graphs, self.pool = Counter(), {}, None
         self.generator = torch.Generator(device).manual_seed(seed)
         self.is_greedy = filters.get('temperature', 1) < 1e-6
@@ -145,13 +146,13 @@ class Decoder:
         self.run('step', step)
         return self.tokens
 
-    def run(self, name, step, models=()):
-        """Run step() of this model and `models`. On a GPU, its third use records a CUDA graph.
+    def run(self, name, step):
+        """Run step(). On a GPU, its third use records a CUDA graph.
 
         The first two compile kernels and load libraries, which a recording cannot.
         """
         self.uses[name] += 1
-        has_graphs = all(getattr(model, 'has_graphs', True) for model in (self.model, *models))
+        has_graphs = all(getattr(model, 'has_graphs', True) for model in self.models)
         if self.tokens.device.type != 'cuda' or not has_graphs or self.uses[name] < 3:
             return step()
         if name not in self.graphs:

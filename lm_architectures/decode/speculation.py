@@ -74,27 +74,24 @@ def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, stat
     `generation_steps` and `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
-    n_slots = max_new_tokens + longest + 2  # per row of a cache, after the prompt
-    cache = generation.allocate_cache(model, prompts, n_slots, longest + 1)
-    plain = generation.Decoder(model, prompts, cache, seed, sampling)
+    decoder = SpeculativeDecoder(model, draft, prompts, max_new_tokens, longest, seed, sampling)
     texts = generation.GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished)
-    for b, token in enumerate(plain.tokens.tolist()):
+    for b, token in enumerate(decoder.tokens.tolist()):
         texts.add(b, [token])
-    drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, n_slots, longest + 1)
-    decoder, device = SpeculativeDecoder(plain, drafter, longest), plain.tokens.device
+    device = decoder.tokens.device
     yield texts.new
     while any(texts.live):
         room = [max_new_tokens - len(ids) - 1 if is_live else 0 for ids, is_live in zip(texts.new, texts.live)]
         most = longest if device.type == 'cuda' else min(longest, max(room))  # the same length reuses one CUDA graph
         live = torch.tensor(texts.live, device=device)
         n = draft_tokens(decoder, most, live, AUTO_CONFIDENCE if draft_len == 'auto' else 0)
-        lengths = [min(n, tokens) for tokens in room]
+        lengths = [min(n, n_left) for n_left in room]
         decoder.verify(n, torch.tensor(lengths, device=device), live)
-        accepted, token, drafts = decoder.accepted.tolist(), decoder.token.tolist(), decoder.drafts.tolist()
+        accepted, tokens, drafts = decoder.accepted.tolist(), decoder.tokens.tolist(), decoder.drafts.tolist()
         for b, is_live in enumerate(texts.live):
             if is_live:
                 statistics.add(lengths[b], accepted[b])
-                texts.add(b, drafts[b][:accepted[b]] + [token[b]])
+                texts.add(b, drafts[b][:accepted[b]] + [tokens[b]])
         yield texts.new
 
 
@@ -129,59 +126,63 @@ def longest_draft(model, draft, draft_len: DraftLen) -> int:
     return longest
 
 
-class SpeculativeDecoder:
-    """Decode a draft and one more token per row and round.
+class SpeculativeDecoder(generation.Decoder):
+    """Decode a draft and one more token per row and round. `tokens` (B,) are the last ones.
 
     On a GPU, each draft step and each verification is a CUDA graph.
     """
 
-    def __init__(self, plain, drafter, longest):
-        """plain: a `Decoder` that has prefilled the prompts. longest: maximum draft length."""
-        self.plain, self.drafter, self.token = plain, drafter, plain.tokens
-        (B, V), device = plain.noise.shape, plain.noise.device
+    def __init__(self, model, draft, prompts, max_new_tokens: int, longest: int, seed: int, filters: dict):
+        """Prefill the prompts. longest: maximum draft length. Others: as in `speculative_steps`."""
+        n_slots = max_new_tokens + longest + 2  # per row of a cache, after the prompt
+        cache = generation.allocate_cache(model, prompts, n_slots, longest + 1)
+        super().__init__(model, prompts, cache, seed, filters)
+        self.drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, n_slots, longest)
+        self.models.append(self.drafter.model)
+        (B, V), device = self.noise.shape, self.noise.device
         self.uniform = torch.full((B, longest), 0.5, device=device)
         self.drafts = torch.zeros(B, longest, dtype=torch.int64, device=device)
         self.probs = torch.zeros(B, longest, V, device=device)  # distribution of each drafted token
         self.confidences = torch.zeros(B, longest, device=device)  # maximum probability, before the filters
-        self.lengths, self.accepted = torch.zeros_like(self.token), torch.zeros_like(self.token)
-        self.live = torch.ones_like(self.token, dtype=torch.bool)
+        self.lengths, self.accepted = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens)
+        self.live = torch.ones_like(self.tokens, dtype=torch.bool)
 
     def run(self, name, step):
         """Run a step with new random numbers. On a GPU, as a CUDA graph."""
-        self.plain.refresh_noise()
-        if not self.plain.is_greedy:
-            self.uniform.uniform_(generator=self.plain.generator)
-        self.plain.run(name, step, [self.drafter.model])
+        self.refresh_noise()
+        if not self.is_greedy:
+            self.uniform.uniform_(generator=self.generator)
+        super().run(name, step)
 
     def draft(self, i):
         """Draft token i of the round. Call with i = 0, 1, ... in order."""
         def pick(logits):
             self.confidences[:, i] = logits.float().softmax(-1).amax(-1)
-            probs = generation.token_probs(logits, **self.plain.filters)
-            return generation.draw(probs, self.plain.noise), probs
+            probs = generation.token_probs(logits, **self.filters)
+            return generation.draw(probs, self.noise), probs
 
         def step():
-            before = self.token if i == 0 else self.drafts[:, i - 1]
+            before = self.tokens if i == 0 else self.drafts[:, i - 1]
             self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
         self.run(('draft', i), step)
 
     def verify(self, n, lengths, live):
-        """Verify n drafted tokens; the first `lengths` (B,) count. Rows not `live` (B,) are kept.
+        """Set `accepted`, how many tokens of `drafts` are, and `tokens`, those after them: (B,).
 
-        Sets `accepted`, the number of accepted tokens of `drafts`, and `token`, the one after them.
+        Of n drafted tokens, the first `lengths` (B,) count. Rows that are not `live` (B,) are kept.
         """
         self.lengths.copy_(lengths)
         self.live.copy_(live)
-        drafts, cache = self.drafts[:, :n], self.plain.cache
+        drafts = self.drafts[:, :n]
 
         def step():
-            tokens = torch.cat([self.token[:, None], drafts], 1)
-            logits = self.plain.model.extend(tokens, cache, self.lengths + 1, all_positions=True)
-            p, q = generation.token_probs(logits, **self.plain.filters), self.probs[:, :n]
-            accepted, token = verify(p, q, drafts, self.lengths, self.uniform[:, :n], self.plain.noise)
-            cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
+            tokens = torch.cat([self.tokens[:, None], drafts], 1)
+            logits = self.model.extend(tokens, self.cache, self.lengths + 1, all_positions=True)
+            p, q = generation.token_probs(logits, **self.filters), self.probs[:, :n]
+            accepted, tokens = verify(p, q, drafts, self.lengths, self.uniform[:, :n], self.noise)
+            self.cache.rollback(torch.where(self.live, self.lengths - accepted, self.lengths + 1))
             self.accepted.copy_(accepted)
-            self.token.copy_(token)
+            self.tokens.copy_(tokens)
         self.run(('verify', n), step)
         self.drafter.end_round(n, drafts, self.accepted, self.live)
 
@@ -211,13 +212,12 @@ class ModelDrafter:
     This costs little more than feeding its last token.
     """
 
-    def __init__(self, model, prompts, room, max_call):
-        """room: number of tokens after the prompts that the cache must hold."""
+    def __init__(self, model, prompts, n_slots, longest):
         self.model, device = generation.decodable(model), next(model.parameters()).device
-        self.cache = generation.allocate_cache(model, prompts, room, max_call)
+        self.cache = generation.allocate_cache(model, prompts, n_slots, longest + 1)
         tokens, lengths = generation.pad(prompts, device)
         generation.check_logits(self.model.extend(tokens, self.cache, lengths))
-        self.to_feed = torch.zeros(len(prompts), max_call, dtype=torch.int64, device=device)
+        self.to_feed = torch.zeros(len(prompts), longest + 1, dtype=torch.int64, device=device)
         self.n_unread = torch.ones_like(lengths)  # 1 or 2 text tokens that are not in the cache yet
         self.n_held = torch.zeros_like(lengths)  # tokens of to_feed already in the cache
         self.batch_idx = torch.arange(len(prompts), device=device)

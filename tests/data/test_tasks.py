@@ -249,7 +249,7 @@ def test_a_row_is_printed_with_its_targets(capsys):
 
 
 @pytest.mark.parametrize('name, sentence', [
-    ('pointer_chasing:hopps=2', 'has no hopps'),
+    ('pointer_chasing:hopps=2', "unknown setting 'hopps' in data 'pointer_chasing:hopps=2': did you mean 'hops'?"),
     ('pointer_chasing:hops=two', "hops is 'two' in data 'pointer_chasing:hops=two': expected int"),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
     ('', 'no data at an empty name: expected a .txt, .jsonl, .csv or .parquet file'),

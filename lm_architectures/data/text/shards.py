@@ -8,7 +8,6 @@ A data folder holds shards of token ids (integers without a header) and meta.jso
 One eos follows each document. With "bos", each document also starts with the tokenizer's bos.
 """
 import bisect
-import functools
 import hashlib
 import itertools
 import json
@@ -135,23 +134,15 @@ class Data:
 # ---- the order of training ----
 
 def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row for each number, and a random number of its epoch: int64, uint64.
-
-    Each epoch has all n rows once, in an order of its own.
-    """
+    """Return the row for each number, and a random number of its epoch: int64, uint64."""
     epochs, index = np.divmod(numbers, n)
     rows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
     for epoch in np.unique(epochs).tolist():
         in_epoch = epochs == epoch
-        *keys, number = epoch_keys(seed, epoch)
+        *keys, number = [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little')
+                         for j in range(5)]
         rows[in_epoch], own[in_epoch] = permute(index[in_epoch], n, keys), number
     return rows, own
-
-
-@functools.lru_cache(8)
-def epoch_keys(seed: int, epoch: int) -> list[int]:
-    """Return five pseudo-random 64-bit numbers for an epoch."""
-    return [int.from_bytes(hashlib.sha256(f'{seed} {epoch} {j}'.encode()).digest()[:8], 'little') for j in range(5)]
 
 
 def permute(index: np.ndarray, n: int, keys: list[int]) -> np.ndarray:

@@ -52,6 +52,7 @@ def gpt2(name: str) -> dict:
 def huggingface(path: Path, eos_token: str | None = None) -> dict:
     """Load a tokenizer.json. eos_token: see `load_tokenizer`."""
     from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import ByteLevel
     try:
         fast = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
@@ -69,21 +70,16 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected a byte-level or SentencePiece decoder')
-    if 'ByteLevel' in decoder:
-        byte_of = bytes_of_gpt2_characters()
+    if 'ByteLevel' in decoder:  # bytes are spelled as characters: printable ones as themselves, others as 256 and up
+        characters = sorted(ByteLevel.alphabet())
+        printable = [ord(c) for c in characters if ord(c) < 256]
+        byte_of = dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
         added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
-
-    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
-    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
 
     def encode(text, is_plain=False):
         if fast.encode_special_tokens != is_plain:
             fast.encode_special_tokens = is_plain
-        ids = fast.encode_batch_fast([text], add_special_tokens=False)[0].ids  # releases Python's lock, unlike `encode`
-        if is_plain and (eos in ids or bos in ids):  # a Unigram model may still match it: split it in two
-            parts = fast.encode_batch_fast(re.split(inside, text), add_special_tokens=False)
-            ids = [i for part in parts for i in part.ids]
-        return ids
+        return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def token_bytes(i):
         if i in (bos, eos):
@@ -91,14 +87,6 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
         return added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
     return dict(n_ids=max(vocabulary.values()) + 1, eos_id=eos, bos_id=bos, encode=encode,
                 encode_plain=partial(encode, is_plain=True), token_bytes=token_bytes, to_text=fast.decode)
-
-
-def bytes_of_gpt2_characters() -> dict[str, int]:
-    """Return {GPT-2's printable character for a byte: the byte}."""
-    from tokenizers.pre_tokenizers import ByteLevel
-    characters = sorted(ByteLevel.alphabet())  # printable bytes map to themselves, others to 256 and up
-    printable = [ord(c) for c in characters if ord(c) < 256]
-    return dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
 
 
 def sentence_piece(path: Path) -> dict:

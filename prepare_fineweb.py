@@ -17,16 +17,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from lm_architectures.data.text.shards import BUILT
 from lm_architectures.data.text.sources import Reading, Source
 from lm_architectures.data.text.splits import fitting_split, split_documents
-from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_digest
+from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer, tokenizer_digest
 from lm_architectures.data.text.writing import ShardWriter, document_ids
-from lm_architectures.files import ROOT, UserError, command, friendly_errors, locked, read_json, remove, write_json
+from lm_architectures.files import ROOT, UserError, command, friendly_errors, locked, read_json, write_json
 from lm_architectures.machine.devices import omp_threads, usable_cores
 from lm_architectures.settings import check_ranges, load_settings
 
@@ -36,7 +36,6 @@ FINEWEB_SETTINGS = dict(  # official SPS code
 BATCH = 250  # documents of a batch, which a worker encodes; fewer if they are long
 BATCH_CHARACTERS = 2 ** 22
 BATCHES_PER_WORKER = 8  # in the queue, to keep workers busy while a shard is written
-OWN_FILES = (*TOKENIZER_FILES, 'train_*.bin', 'val_*.bin', '.*.writing', 'progress.json', '.lock')  # what it writes
 
 
 @dataclass
@@ -112,34 +111,16 @@ def save_progress(progress: dict, writer: ShardWriter) -> None:
     write_json(writer.folder / 'progress.json', progress)
 
 
-@contextmanager
-def own_folder(folder: Path) -> Iterator[None]:
-    """Lock a data folder. If there is no full shard when writing fails, delete what was written."""
-    check_folder(folder)  # before the lock file is written there
-    with locked(folder):
-        check_folder(folder)
-        try:
-            yield
-        except BaseException:
-            is_kept = (folder / 'meta.json').exists() or (read_progress(folder) or {}).get('splits')
-            if not is_kept:
-                for pattern in OWN_FILES:
-                    for path in folder.glob(pattern):
-                        remove(path)
-                if not any(folder.iterdir()):
-                    folder.rmdir()
-            raise
-
-
 # ---- main ----
 
 def prepare(name: str, s: Settings) -> None:
     """Write the data folder of a source, or continue writing it."""
     own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
     folder = Path(s.out_dir or BUILT / own_name)
-    tokenizer = load_tokenizer(s.tokenizer, s.bos)
-    with own_folder(folder):
-        source = Source(name, s)
+    tokenizer, source = load_tokenizer(s.tokenizer, s.bos), Source(name, s)
+    check_folder(folder)  # before the lock file is written there
+    with locked(folder):
+        check_folder(folder)
         progress = unfinished(folder, {
             'source': name, **dataclasses.asdict(s), 'source_checksum': source.checksum,
             'tokenizer_checksum': tokenizer_digest(tokenizer.name)})
@@ -161,7 +142,10 @@ def prepare(name: str, s: Settings) -> None:
 
 
 def unfinished(folder: Path, arguments: dict) -> dict:
-    """Return the progress of a folder, as in its progress.json. UserError if arguments differ."""
+    """Return the progress of a folder, as in its progress.json; a new one if it has no full shard.
+
+    UserError if arguments differ.
+    """
     del arguments['out_dir'], arguments['workers']
     saved = read_progress(folder)
     if not (saved and saved['splits']):

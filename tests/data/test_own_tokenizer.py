@@ -95,20 +95,14 @@ def test_added_tokens_decode_to_themselves_and_padding_truncation_and_dropout_ar
 def test_a_tokenizer_can_be_trained_to_a_given_size(tmp_path):
     text = 'Träume aus Glas, dreams of glass, 夢. ' * 20 + ' '.join(f'word{i}' for i in range(200))
     (tmp_path / 'a.jsonl').write_text(json.dumps({'text': text}) + '\n{"text": null}\n{"text": "\\ud800x"}\n')
-    (tmp_path / 'b.txt').write_text(text)
-    train = TRAIN_TOKENIZER, tmp_path / 'a.jsonl', tmp_path / 'b.txt', '--vocab_size=300'
+    (tmp_path / 'b.txt').write_text(text + '\n<|endoftext|>' * 30)
+    train = TRAIN_TOKENIZER, tmp_path / 'a.jsonl', tmp_path / 'b.txt', '--vocab_size=300', '--split_at=<|endoftext|>'
     assert 'has 300 ids' in succeeded(run('-m', *train, f'--out={tmp_path}/bpe.json')).stdout
     tokenizer = load_tokenizer(tmp_path / 'bpe.json')
     assert tokenizer.n_ids == 300 and tokenizer.decode(tokenizer.encode(text)).decode() == text
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
+    assert 'endoftext' not in json.loads((tmp_path / 'bpe.json').read_text())['model']['vocab']  # a marker, not a word
     assert_sentence(run('-m', *train, f'--out={tmp_path}/bpe.json'), 'already exists: choose another --out')
-
-
-def test_a_marker_between_documents_is_not_learned(tmp_path):
-    (tmp_path / 'stories.txt').write_text('a story\n<|endoftext|>\nanother one\n<|endoftext|>\n' * 30)
-    succeeded(run('-m', TRAIN_TOKENIZER, tmp_path / 'stories.txt', '--vocab_size=300', f'--out={tmp_path}/bpe.json',
-                  '--split_at=<|endoftext|>'))
-    assert 'endoftext' not in json.loads((tmp_path / 'bpe.json').read_text())['model']['vocab']
 
 
 def test_a_missing_gpt2_tokenizer_gives_a_clear_error(tmp_path, monkeypatch):

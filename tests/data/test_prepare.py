@@ -64,6 +64,11 @@ def streamed(fineweb, tmp_path_factory):
     return prepared(fineweb, tmp_path_factory.mktemp('prepared') / 'data', '--config=sample-100BT')
 
 
+@pytest.fixture(scope='module')
+def whole(source, tmp_path_factory):
+    return prepared(source, tmp_path_factory.mktemp('local') / 'data')
+
+
 def interrupt(*_):
     raise KeyboardInterrupt
 
@@ -179,22 +184,12 @@ def test_a_killed_preparation_continues_to_the_same_bytes(streamed, fineweb, tmp
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
     *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (
         'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_fraction=2', 'val_hash=crc'))])
-def test_a_failed_preparation_leaves_nothing(tmp_path, name, content, options, sentence):
+def test_bad_input_gives_a_clear_error_and_leaves_a_usable_folder(source, whole, tmp_path, name, content, options,
+                                                                  sentence):
     if content is not None:
         (tmp_path / name).write_text(content)
-    before = sorted(tmp_path.iterdir())
     assert_sentence(conftest.prepare(tmp_path / name, tmp_path / 'out', *options), sentence)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_failed_preparation_keeps_files_that_it_did_not_write(tmp_path):
-    """Such as a log that was put into the folder of an unfinished preparation."""
-    out = tmp_path / 'out'
-    out.mkdir()
-    for name, content in (('progress.json', '{"splits": {}}'), ('train_00000.bin', 'a'), ('log.txt', 'mine')):
-        (out / name).write_text(content)
-    assert_sentence(conftest.prepare(tmp_path / 'none.jsonl', out), 'no file matches')
-    assert [path.name for path in out.iterdir()] == ['log.txt']
+    assert contents(prepared(source, tmp_path / 'out')) == contents(whole)
 
 
 @pytest.mark.parametrize('name, content, sentence', [

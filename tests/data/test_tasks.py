@@ -363,18 +363,14 @@ class Guide:
         yield torch.zeros(1)
 
     def logits(self, idx):
-        answers = torch.tensor([self.guided(row) for row in idx.tolist()])
-        return torch.nn.functional.one_hot(answers, self.n_ids) * 99.0
+        answers = [[self.next(row[:t]) for t in range(1, len(row) + 1)] for row in idx.tolist()]
+        return torch.nn.functional.one_hot(torch.tensor(answers), self.n_ids) * 99.0
 
-    def guided(self, row):
-        answers, walk = [], []
-        for token in row:
-            walk = [*walk, token] if token != self.task.end else []
-            answers.append(self.next(walk) if len(walk) >= 2 else self.task.end)
-        return answers
-
-    def next(self, walk):
+    def next(self, ids):
         task = self.task
+        walk = ids[len(ids) - [*ids[::-1], task.end].index(task.end):]  # since the last end
+        if len(walk) < 2:
+            return task.end
         node, goal = walk[0] - task.first_node, walk[1] - task.first_node
         if goal in self.lost:
             return 0

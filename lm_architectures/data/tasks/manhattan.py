@@ -146,10 +146,7 @@ class Task:
 def one_way_grid(n: int) -> list[tuple[str, str, str]]:
     """Return edges (node, direction, neighbor) of an n x n grid of nodes x_y.
 
-        <---<---<---<
-        v   ^   v   ^
-        >--->--->--->
-    Shown: rows 1 and 0 of n = 4. For even n, the outer streets form a ring.
+    Even rows run east, others west; even columns south, others north. The outer ones form a ring.
     """
     edges = []
     for i, j in product(range(n), range(n - 1)):

@@ -244,9 +244,8 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
                 if hasattr(data, 'score'):
                     scores |= data.score(model, machine.device, s.micro_batch_size)
                 if s.acceptance_prompts:
-                    from lm_architectures.decode.speculation import validation_drafts
-                    drafts = validation_drafts(model, data, s.block_size, s.acceptance_prompts, s.seed)
-                    scores['acceptance'] = drafts.accepted_at.total() / max(1, drafts.drafted)
+                    from lm_architectures.decode.speculation import acceptance
+                    scores['acceptance'] = acceptance(model, data, s.block_size, s.acceptance_prompts, s.seed)
         parts, _ = validation_loss(compiled, data, s.block_size, s.eval_tokens, s.eval_seed, s.micro_batch_size,
                                    machine.device)
     model.train()

@@ -6,7 +6,6 @@ decoding, whatever the draft.
 
 Read `verify` first, then `speculative_steps`. Drafts come from `SelfDrafter` or `ModelDrafter`.
 """
-from collections import Counter
 from collections.abc import Iterator
 from math import inf
 from typing import Literal
@@ -52,25 +51,26 @@ def accepts(p, q, uniform) -> torch.Tensor:
 
 @torch.autocast('cpu', enabled=False)  # see `generate`
 def speculative_generate(model, prompts: list[list[int]], max_new_tokens: int,
-                         **options) -> tuple[list[list[int]], 'DraftStatistics']:
-    """`generate` with drafts: same distribution, fewer steps. Returns new ids and DraftStatistics.
+                         **options) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """`generate` with drafts: same distribution, fewer steps. Returns the new ids, and `rounds`.
 
-    options: see `speculative_steps`.
+    rounds, options: see `speculative_steps`.
     """
-    statistics = DraftStatistics()
-    *_, new = speculative_steps(model, prompts, max_new_tokens, statistics, **options)
-    return new, statistics
+    rounds = []
+    *_, new = speculative_steps(model, prompts, max_new_tokens, rounds, **options)
+    return new, rounds
 
 
 @torch.inference_mode()
-def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, statistics: 'DraftStatistics', *,
+def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, rounds: list[tuple[int, int]], *,
                       draft=None, draft_len='auto', seed=0, eos_id=None, finished=None,
                       **sampling) -> Iterator[list[list[int]]]:
     """`generation_steps` with drafts. Yields the new ids so far, after each round.
 
-    statistics: is added to. draft: a second model with the same vocabulary; None: the model drafts
-    for itself. draft_len: tokens per draft, or 'auto' (see `draft_tokens`). Greedy texts equal
-    those of `generate` unless rounding breaks a tie between two logits. Raises UserError like
+    rounds: gets (drafted tokens, accepted ones) of each row and round, which also generates one
+    more token. draft: a second model with the same vocabulary; None: the model drafts for itself.
+    draft_len: tokens per draft, or 'auto' (see `draft_tokens`). Greedy texts equal those of
+    `generate` unless rounding breaks a tie between two logits. Raises UserError like
     `generation_steps` and `longest_draft`.
     """
     longest = longest_draft(model, draft, draft_len)
@@ -90,7 +90,7 @@ def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, stat
         accepted, tokens, drafts = decoder.accepted.tolist(), decoder.tokens.tolist(), decoder.drafts.tolist()
         for b, is_live in enumerate(texts.live):
             if is_live:
-                statistics.add(lengths[b], accepted[b])
+                rounds.append((lengths[b], accepted[b]))
                 texts.add(b, drafts[b][:accepted[b]] + [tokens[b]])
         yield texts.new
 
@@ -240,30 +240,10 @@ class ModelDrafter:
         self.n_unread.copy_(1 + (accepted == n).long())  # in place, for CUDA graphs
 
 
-class DraftStatistics:
-    """Counts over all rows: `rounds`, `drafted` tokens. Each round also generates one more token.
-
-    By position: `accepted_at`, and `tried_at` for tokens whose predecessors were all accepted.
-    """
-
-    def __init__(self):
-        self.rounds = self.drafted = 0
-        self.tried_at, self.accepted_at = Counter(), Counter()
-
-    def add(self, length: int, accepted: int) -> None:
-        """Count one row's draft of `length` tokens, of which the first `accepted` were accepted."""
-        self.rounds += 1
-        self.drafted += length
-        self.tried_at.update(range(min(length, accepted + 1)))
-        self.accepted_at.update(range(accepted))
-
-    @property
-    def accepted_per_step(self) -> float:
-        return self.accepted_at.total() / max(1, self.rounds)
-
-
-def validation_drafts(model, data, block_size: int, n_prompts: int, seed: int = 0) -> DraftStatistics:
-    """Continue halves of validation windows, with drafts of up to 5 tokens."""
+def acceptance(model, data, block_size: int, n_prompts: int, seed: int) -> float:
+    """Return the fraction of accepted drafts, up to 5 tokens each, on validation windows' ends."""
     T = block_size // 2
     prompts = data.val_batch(range(min(n_prompts, data.n_rows('val', T))), T)[0].tolist()
-    return speculative_generate(model, prompts, block_size - T, draft_len=min(5, model.longest_draft), seed=seed)[1]
+    drafted, accepted = zip(*speculative_generate(model, prompts, block_size - T, draft_len=min(5, model.longest_draft),
+                                                  seed=seed)[1])
+    return sum(accepted) / max(1, sum(drafted))

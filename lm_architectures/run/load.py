@@ -139,9 +139,9 @@ class Generation:
         options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed,
                        eos_id=None if s.ignore_eos else data.get('ends', data['eos_id']), finished=self.finished)
         if self.is_drafted:
-            from lm_architectures.decode.speculation import DraftStatistics, speculative_steps
-            statistics = DraftStatistics()
-            steps = speculative_steps(self.run.model, self.prompts, self.n_new, statistics, draft=self.draft,
+            from lm_architectures.decode.speculation import speculative_steps
+            rounds = []
+            steps = speculative_steps(self.run.model, self.prompts, self.n_new, rounds, draft=self.draft,
                                       draft_len=self.draft_len, **options)
         else:
             cache = generation.allocate_cache(self.run.model, self.prompts, self.n_new)
@@ -151,8 +151,8 @@ class Generation:
             ready = self.found[0][n_sent:max(n_sent, len(self.found[0]) - held)]  # the rest may begin the stop string
             n_sent += len(ready)
             yield ready
-        self.report = (f'accepted {statistics.accepted_per_step:.2f} tokens per step' if self.is_drafted else
-                       f'cache {cache.nbytes / 2**20:.1f} MiB')
+        self.report = (f'accepted {sum(n for _, n in rounds) / max(1, len(rounds)):.2f} tokens per step'
+                       if self.is_drafted else f'cache {cache.nbytes / 2**20:.1f} MiB')
         yield self.found[0][n_sent:]
 
     @property

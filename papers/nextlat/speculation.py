@@ -89,26 +89,28 @@ def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
     measured = [batch for share in all_gather(own) for batch in share]
     plain, rows = [batch['plain'][0] for batch in measured], []
     for n in sides[1:]:
-        seconds, drafts = zip(*(batch[n] for batch in measured))
-        tried, accepted = sum((d.tried_at for d in drafts), Counter()), sum((d.accepted_at for d in drafts), Counter())
+        seconds, rounds = zip(*(batch[n] for batch in measured))
+        rounds = [pair for own_rounds in rounds for pair in own_rounds]
+        tried = Counter(i for drafted, accepted in rounds for i in range(min(drafted, accepted + 1)))
+        accepted = Counter(i for _, accepted in rounds for i in range(accepted))
         shares = accumulate((accepted[i] / n_tried for i, n_tried in sorted(tried.items())), operator.mul)
         rows.append({
             'draft_len': n, 'speedup': statistics.median(a / b for a, b in zip(plain, seconds)),
-            'accepted': accepted.total() / sum(d.rounds for d in drafts),
+            'accepted': accepted.total() / len(rounds),
             'tokens_per_s': len(prompts) * s.new_tokens / sum(seconds),
             **{f'cumulative_{i}': share for i, share in enumerate(shares, 1)}})
     return rows
 
 
 def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int = 0) -> tuple:
-    """Generate n_new tokens per prompt. Returns (seconds, DraftStatistics or None for 'plain')."""
-    start, drafts = time.perf_counter(), None
+    """Generate n_new tokens per prompt. Returns (seconds, `rounds` or None for 'plain')."""
+    start, rounds = time.perf_counter(), None
     if draft_len == 'plain':
         generate(model, prompts, n_new, temperature=s.temperature, seed=seed)
     else:
-        _, drafts = speculative_generate(model, prompts, n_new, draft=draft, draft_len=draft_len,
+        _, rounds = speculative_generate(model, prompts, n_new, draft=draft, draft_len=draft_len,
                                          temperature=s.temperature, seed=seed)
-    return time.perf_counter() - start, drafts
+    return time.perf_counter() - start, rounds
 
 
 # ---- results ----

@@ -55,7 +55,6 @@ def test_a_seed_repeats_the_text_and_rows_end_at_eos_and_at_finished(decode):
 
 @pytest.mark.parametrize('temperature', [0, 1e-46, 1e-6, 1e-3, 1.0, 1e3, 1e6])
 def test_token_probabilities_are_right_at_every_temperature(temperature):
-    """Very low temperatures give the most likely token all probability."""
     sample.Settings(temperature=temperature)
     logits = torch.cat([torch.tensor([0.0, 1e-6, -80.0]), torch.full((3,), float('-inf'))])
     want = (logits.double() / max(temperature, 1e-15)).softmax(-1)

@@ -83,18 +83,12 @@ class RunModel(PreTrainedModel):
                 raise ValueError(f'{other} and {name} are one module, but only one of them was replaced, for example '
                                  'by an adapter: leave both out of target_modules')
 
-    def hidden(self, tokens):
-        """Return the states before the head. tokens: (B, T) -> (B, T, C)."""
-        if not hasattr(self.model, 'final_hidden'):
-            raise ValueError('this model file has no final_hidden, so it gives no hidden states')
-        return self.model.final_hidden(tokens)
-
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, **kwargs):
         """Return the states before the output head, (B, T, C), for input_ids (B, T)."""
         self.check_adapters()
         tokens, shift, back = aligned(input_ids, attention_mask)
-        return BaseModelOutput(last_hidden_state=take(self.hidden(tokens), back))
+        return BaseModelOutput(last_hidden_state=take(self.model.final_hidden(tokens), back))
 
 
 def aligned(input_ids, attention_mask):
@@ -138,7 +132,7 @@ class RunForCausalLM(RunModel, GenerationMixin):
         if labels is None or not self.training:
             logits = take(self.model.logits(tokens)[..., :self.config.vocab_size], back)
         if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
-            states = take(self.hidden(tokens), back),
+            states = take(self.model.final_hidden(tokens), back),
         return CausalLMOutput(loss=loss, logits=logits, hidden_states=states)
 
     # ---- generate ----

@@ -64,7 +64,7 @@ def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
-    """Shard the weights in place with FSDP. They must be equal on all processes before.
+    """Shard the weights, equal on all processes, in place with FSDP.
 
     n_shards consecutive ranks hold one copy of the weights (None: all ranks).
     """

@@ -8,8 +8,6 @@ from lm_architectures.data import open_data
 from lm_architectures.data.tasks import builtin_data, task_class
 from lm_architectures.files import UserError, friendly_errors
 
-COLUMNS = 100
-
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors(argv):
@@ -22,10 +20,10 @@ def main(argv: list[str] | None = None) -> None:
         names = [*data.task.symbols, 'eos']
         inputs, wanted = [names[i] for i in idx[0]], [names[i] if i >= 0 else '_' for i in targets[0]]
         width = max(map(len, [*inputs, *wanted])) + 1
-        for start in range(0, data.T, COLUMNS // width):
+        per_line = 100 // width
+        for start in range(0, data.T, per_line):
             for title, row in (('input', inputs), ('target', wanted)):
-                row = row[start:start + COLUMNS // width]
-                print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row).rstrip())
+                print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row[start:start + per_line]).rstrip())
         print(f'block_size = {data.T}; {data.n_ids} ids, including eos')
 
 

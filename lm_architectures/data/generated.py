@@ -30,7 +30,6 @@ from lm_architectures.settings import Text, check_ranges, make_settings
 
 SOLVED = 0.99  # from this accuracy on, a task, or a level of it, is solved
 MAX_CACHED_BYTES = 2 ** 30  # fixed training sets up to this size stay in memory
-ROW_OVERHEAD = 400  # bytes of a row in memory, besides 8 per id
 
 
 # ---- a task by name ----
@@ -44,10 +43,7 @@ def make_task(name: str):
 
 
 def symbol_tokenizer(name: str) -> dict:
-    """Return the fields of a task's Tokenizer: a token per symbol, a word, `||` or a character.
-
-    Spaces and commas separate symbols. Decoding puts a space before each symbol.
-    """
+    """Return the fields of a task's Tokenizer. Texts may have spaces and commas between symbols."""
     symbols = make_task(name).symbols
     id_of, pattern = {symbol: i for i, symbol in enumerate(symbols)}, symbol_pattern(symbols)
 
@@ -84,7 +80,7 @@ class Generated:
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
-        n_bytes = (self.task.train_rows or math.inf) * (8 * self.task.row_tokens + ROW_OVERHEAD)
+        n_bytes = (self.task.train_rows or math.inf) * (8 * self.task.row_tokens + 400)  # 400: overhead of an array
         self.row = functools.lru_cache(None if n_bytes <= MAX_CACHED_BYTES else 0)(self._row)
 
     @property

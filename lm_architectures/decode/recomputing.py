@@ -16,7 +16,7 @@ class Recomputing:
         self.model, self.config, self.parameters = model, model.config, model.parameters
 
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
-        return TextCache(batch_size, max_tokens, max_call, device or next(self.parameters()).device)
+        return TextCache(batch_size, max_tokens, device or next(self.parameters()).device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -41,8 +41,8 @@ class Recomputing:
 class TextCache:
     """The text of each row: tokens (B, max_tokens + 1), filled up to `lengths` (B,)."""
 
-    def __init__(self, batch_size, max_tokens, max_call, device):
-        self.max_tokens, self.max_call = max_tokens, max_call
+    def __init__(self, batch_size, max_tokens, device):
+        self.max_tokens = max_tokens
         self.tokens = torch.zeros(batch_size, max_tokens + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.nbytes = self.tokens.nbytes + self.lengths.nbytes

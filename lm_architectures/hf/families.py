@@ -95,7 +95,12 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
     ids = torch.tensor([[i % c.n_ids for i in range(-80, 80) if i % c.n_ids != c.eos_id]])
     try:
         narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
-        model = randomized(Model(narrow))
+        model, random = Model(narrow).double().eval(), torch.Generator().manual_seed(0)
+        for p in model.parameters():  # so large that each weight counts; the logits are near 1
+            if p.dim() == 1:
+                torch.nn.init.uniform_(p, 0.5, 1.5, random)
+            else:
+                torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=random)
         ours = [model.logits(ids)]  # as in training
         with torch.no_grad():
             ours.append(model.logits(ids))  # as in evaluation
@@ -104,14 +109,3 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
         return None
     is_same = all((logits[..., :c.n_ids] - theirs).abs().max() < 1e-4 for logits in ours)
     return family if is_same else None
-
-
-def randomized(model):
-    """Return the model in float64, with weights so large that each counts. Logits are near 1."""
-    random = torch.Generator().manual_seed(0)
-    for p in model.double().eval().parameters():
-        if p.dim() == 1:
-            torch.nn.init.uniform_(p, 0.5, 1.5, random)
-        else:
-            torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=random)
-    return model

@@ -109,10 +109,7 @@ def read_eos_ids(folder: Path) -> set[int]:
 
 
 def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
-    """Return (model_standard.Config, vocabulary rows, maximum length) of a Hugging Face folder.
-
-    Raises UserError for features that model_standard does not support.
-    """
+    """Return (model_standard.Config, vocabulary rows, maximum length) of a Hugging Face folder."""
     from transformers import AutoConfig
     theirs = AutoConfig.from_pretrained(folder, **ONLY_DATA)
     family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
@@ -158,10 +155,7 @@ def window_of(theirs, folder) -> int | None:
 
 
 def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
-    """Convert a Hugging Face model's tensors to a Standard model's (see `hf_tensor_map`).
-
-    UserError for a tensor that model_standard lacks.
-    """
+    """Convert a Hugging Face model's tensors to a Standard model's (see `hf_tensor_map`)."""
     tensors, state = {}, dict(theirs.state_dict())
     for ours, parts in hf_tensor_map(c, n_rows).items():
         tensors[ours] = torch.cat([state.pop(name) for name, _ in parts])

@@ -106,10 +106,7 @@ def task_manager() -> TaskManager:
 
 
 def run_tasks(lm, tasks: list[str], data_dir: str | None, limit: int | None, n_shots: int) -> dict:
-    """Run lm-eval tasks and return {task: {metric: value}}.
-
-    data_dir, limit, n_shots: eval.py's data_dir, limit and num_fewshot.
-    """
+    """Run lm-eval tasks with settings of eval.py. Returns {task: {metric: value}}."""
     manager = task_manager()
     for task in tasks:
         if task not in manager.all_tasks:

@@ -1,6 +1,5 @@
 """Pointer chasing: a chain of tables, where each looks up keys of the one below.
 
-    python -m lm_architectures.data pointer_chasing:hops=2,keys=3                print a row
     python train.py --data=pointer_chasing:hops=10,keys=5 --block_size=338 ...   options: see Task
 
 The task of "Context-Ready Transformer", section 5.6 and appendix B. The base table gives each of M

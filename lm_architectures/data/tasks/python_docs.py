@@ -13,7 +13,6 @@ from lm_architectures.files import without_surrogates
 
 SKIPPED_FOLDERS = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
 WITH_DOCSTRING = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-MIN_CHARACTERS = 80  # shorter docstrings only repeat the function name
 
 
 def documents():
@@ -35,5 +34,5 @@ def texts():
             continue
         nodes = [node for node in ast.walk(tree) if isinstance(node, WITH_DOCSTRING)]
         docs = [ast.get_docstring(node) or '' for node in sorted(nodes, key=lambda node: getattr(node, 'lineno', 0))]
-        if text := '\n\n'.join(doc for doc in docs if len(doc) >= MIN_CHARACTERS):
+        if text := '\n\n'.join(doc for doc in docs if len(doc) >= 80):  # shorter ones only repeat the function name
             yield without_surrogates(text)

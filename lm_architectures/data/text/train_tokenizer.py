@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         s, names, _ = load_settings(Settings, argv)
         check_ranges(s, vocab_size=(257, 10 ** 6))
         if not names:
-            raise UserError('no texts given. Usage: python -m lm_architectures.data.text.train_tokenizer '
-                            "'texts/*.txt' --vocab_size=16000")
+            raise UserError("no texts given: expected files, such as 'texts/*.txt'")
         if Path(s.out).exists():
             raise UserError(f'{s.out} already exists: choose another --out')
         reading = Reading(id_field=None, text_field=s.text_field, split_at=s.split_at)

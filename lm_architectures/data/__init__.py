@@ -30,7 +30,8 @@ def open_data(name):
     if os.path.exists(f'{name}/meta.json'):
         return Data(name)
     from lm_architectures.data.text.sources import Reading, Source, format_of
-    from lm_architectures.data.text.splits import VAL_FRACTION, fitting_split, split_documents
+    from lm_architectures.data.text.splits import fitting_split, split_documents
+    from lm_architectures.data.text.writing import VAL_FRACTION
     if not name or not os.path.exists(name):
         raise (UserError if not name or format_of(name) else MissingData)(
             f"no data at {name or 'an empty name'}: expected a .txt, .jsonl, .csv or .parquet file, a folder of such "

@@ -40,14 +40,8 @@ class RunModel(PreTrainedModel):
         for module in self.model.modules():
             module.unsaved_buffers = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)
                                       if name in module._non_persistent_buffers_set}
-        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        own = dict(self.model.named_parameters())
-        self._tied_weights_keys = {
-            f'model.{name}': next(f'model.{o}' for o in own if own[o] is self.model.get_parameter(name))
-            for name in names if name not in own}
-        first = {}  # {module: its first name}
-        modules = self.named_modules(remove_duplicate=False)
-        self.shared = [(name, first[m]) for name, m in modules if first.setdefault(m, name) != name]
+        self._tied_weights_keys = dict(repeated(self.named_parameters(remove_duplicate=False)))
+        self.shared = repeated(self.named_modules(remove_duplicate=False))
         self.supports_gradient_checkpointing = any(hasattr(m, 'checkpoints') for m in self.modules())
         self.decoding = None  # during `generate`: (cache, its tokens, their padding, its size)
         self.post_init()
@@ -89,6 +83,12 @@ class RunModel(PreTrainedModel):
         self.check_adapters()
         tokens, shift, back = aligned(input_ids, attention_mask)
         return BaseModelOutput(last_hidden_state=take(self.model.final_hidden(tokens), back))
+
+
+def repeated(named) -> list[tuple[str, str]]:
+    """Return (name, first name) of parameters or modules that occur under several names."""
+    first = {}
+    return [(name, first[x]) for name, x in named if first.setdefault(x, name) != name]
 
 
 def aligned(input_ids, attention_mask):

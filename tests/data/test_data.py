@@ -16,8 +16,8 @@ from lm_architectures import data
 from lm_architectures.data.tasks import python_docs
 from lm_architectures.data.text import writing
 from lm_architectures.data.text.shards import Data, shuffled
-from lm_architectures.data.text.splits import split_of
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
+from lm_architectures.data.text.writing import split_of
 from lm_architectures.files import UserError
 
 

@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, assert_sentence, byte_documents, contents, run,
 
 import prepare_fineweb
 from lm_architectures.data.text.shards import Data
-from lm_architectures.data.text.splits import split_of
+from lm_architectures.data.text.writing import split_of
 
 datasets = pytest.importorskip('datasets')
 pytestmark = pytest.mark.slow

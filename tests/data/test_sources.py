@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lm_architectures import data
 from lm_architectures.data.text import sources, splits
 from lm_architectures.data.text.shards import Data
-from lm_architectures.data.text.splits import hash_fraction, split_of
+from lm_architectures.data.text.writing import hash_fraction, split_of
 from lm_architectures.files import UserError, warn_once
 
 pa = pytest.importorskip('pyarrow')

@@ -26,7 +26,6 @@ from lm_architectures.settings import check_ranges
 OPERATIONS = '+*-/'
 PAIRS = {n: list(combinations(range(n), 2)) for n in (4, 3, 2)}
 REST = {n: [[k for k in range(n) if k not in pair] for pair in PAIRS[n]] for n in PAIRS}
-TRIES = 8  # draws of four numbers that are searched together; about one in seven is solvable
 
 
 @dataclass
@@ -55,8 +54,8 @@ class Task:
     def row(self, rng: np.random.Generator, targets: str = 'seen') -> np.ndarray:
         """Return a problem with its solution: ids (T + 1,). targets: 'seen' or 'unseen'."""
         target, equations = int(rng.choice(self.targets_of[targets])), None
-        while equations is None:
-            numbers, equations = solve(rng.integers(1, 100, size=(TRIES, 4)), target, self.largest)
+        while equations is None:  # about one in seven draws of four numbers is solvable
+            numbers, equations = solve(rng.integers(1, 100, size=(8, 4)), target, self.largest)
         row = np.full(self.row_tokens, self.pause)
         row[:5] = [n - 1 for n in (*numbers, target)]
         row[self.prompt_tokens:] = [token for a, operation, b, result in equations for token in (

@@ -25,8 +25,6 @@ from lm_architectures.data.generated import greedy_answers, greedy_tokens
 from lm_architectures.files import UserError
 from lm_architectures.settings import check_ranges
 
-HELD_OUT = 13  # of every 256 pairs of start and destination, on average
-
 
 @dataclass
 class Task:
@@ -58,7 +56,7 @@ class Task:
         self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbor.tolist()]
         self.starts = [node for node, exits in enumerate(self.exits) if exits]
         n = len(self.nodes)
-        self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < HELD_OUT
+        self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < 13  # 5%
         self.row_tokens = self.length + 1
 
     def row(self, rng: np.random.Generator) -> np.ndarray:

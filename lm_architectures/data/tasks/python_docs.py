@@ -8,7 +8,7 @@ import ast
 import sysconfig
 from pathlib import Path
 
-from lm_architectures.data.text.splits import split_of
+from lm_architectures.data.text.writing import split_of
 from lm_architectures.files import without_surrogates
 
 SKIPPED_FOLDERS = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}

@@ -24,7 +24,6 @@ from lm_architectures.files import UserError, warn_once, without_surrogates
 
 FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
            '.arrow': 'datasets'}
-MARKERS = ('<|endoftext|>', '</s>')  # end-of-text markers that may occur in .txt files
 BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 BLANK = BYTE_ORDER_MARK + b' \t\r\n'
 BATCH = 250  # rows of a file that are in memory at a time
@@ -205,7 +204,7 @@ def text_records(file: str, s: Reading) -> Iterator[tuple]:
     with open_text(file) as lines:
         parts = split_at_marker(lines, s.split_at or '\n') if s.split_lines or s.split_at else [lines.read()]
         for n, part in enumerate(parts, 1):
-            for marker in MARKERS:
+            for marker in ('<|endoftext|>', '</s>'):  # of other tools
                 if marker in part:
                     warn_once(f'a text contains {marker}, which is read as ordinary text. To split documents there, '
                               f"use prepare_fineweb.py --split_at='{marker}'")

@@ -1,24 +1,12 @@
 """Which documents of a source are validation data: the hash of an id or text decides."""
 import bisect
-import hashlib
 import math
 from collections.abc import Iterator
 
-VAL_FRACTION = 0.05  # of built-in data, and of texts that train.py reads
+from lm_architectures.data.text.writing import hash_fraction, split_of
+
 MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
 TAIL = 0.1  # fraction of a single text that is validation data, as in nanoGPT
-
-
-def hash_fraction(text: str, val_hash: str) -> float:
-    """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
-    if val_hash == 'md5':
-        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
-
-
-def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha256') -> str:
-    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
-    return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
 
 
 def split_documents(source, val_fraction: float, by: str, state: list | None = None) -> Iterator[tuple]:

@@ -1,4 +1,5 @@
-"""Write data folders: read `write_data` first."""
+"""Write data folders: read `write_data` first. `split_of` chooses the split of a document."""
+import hashlib
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import numpy as np
 from lm_architectures.data.text.tokenizers import Tokenizer, copy_tokenizer
 from lm_architectures.files import UserError, sha256, write_json
 
+VAL_FRACTION = 0.05  # of built-in data, and of texts that train.py reads
 PIECE = 2 ** 17  # characters encoded at a time; a library may need 170 bytes of memory for each
 CONTEXT = 1009  # characters on each side of a cut to test it; a prime, unlikely to be the period of a text
 WORD_END = re.compile(r'(?<=\S)(?=\s)|(?<=\S)\b')  # not after spaces: their tokens depend on what follows
@@ -99,6 +101,18 @@ def write_data(folder, tokenizer, documents, shard_tokens: int = 100_000_000) ->
 
 
 # ---- documents ----
+
+def hash_fraction(text: str, val_hash: str) -> float:
+    """Return a text's hash as a fraction of 2^64 (first 8 bytes); md5 as in official SPS code."""
+    if val_hash == 'md5':
+        return int.from_bytes(hashlib.md5(f'42:{text}'.encode()).digest()[:8], 'little') / 2 ** 64
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
+
+
+def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha256') -> str:
+    """Return 'train' or 'val' by a hash of a document's text or id: duplicates share a split."""
+    return 'val' if hash_fraction(text, val_hash) < val_fraction else 'train'
+
 
 def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Return the ids of a document with eos, and bos if the tokenizer was loaded with it."""

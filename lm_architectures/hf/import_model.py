@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 from lm_architectures.files import UserError, command, first_line, friendly_errors, read_json, warn_once, write_file
 from lm_architectures.hf.families import FAMILIES, LINEAR, hf_tensor_map
+from lm_architectures.hf.tokenizers import fast_tokenizer
 from lm_architectures.run import checkpoint, folders, models
 from lm_architectures.settings import load_settings
 
@@ -75,6 +76,9 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
     print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: '
           f'{command("sample.py", run, "Once upon a time")}; finetune: train.py with '
           f'{shlex.quote(f"--init_from={run}")}')
+    if len(ends) > 1:
+        name_of = fast_tokenizer(own.name).id_to_token
+        print(f'Generation stops at {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}; documents at {own.eos_id}')
 
 
 def read_tokenizer(folder: Path, name: str | None, eos_token: str | None) -> tuple[Tokenizer, bool, str | None]:

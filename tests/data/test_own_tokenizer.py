@@ -71,6 +71,13 @@ def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
     ids = document_ids(tokenizer, text).tolist()
     assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
     assert fast.token_to_id('[PAD]') not in ids
+    fast = library.Tokenizer(library.models.Unigram(  # eos is an ordinary piece
+        [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
+    fast.pre_tokenizer, fast.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    fast.add_special_tokens(['</s>'])
+    fast.save(str(path))
+    own = load_tokenizer(path)
+    assert document_ids(own, 'a </s> b').tolist().count(own.eos_id) == 1
 
 
 def test_added_tokens_decode_to_themselves_and_padding_truncation_and_dropout_are_off(tokenizers, tmp_path):

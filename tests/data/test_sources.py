@@ -241,13 +241,15 @@ def test_val_fraction_is_raised_only_as_far_as_needed(n, fraction, val_hash):
         assert n_val == enough and sum(hash_fraction(str(i), val_hash) < fraction for i in range(n)) < enough
 
 
-@pytest.mark.parametrize('n_ids, n_val', [(90, 4), (3, 30), (1, 4)])
-def test_fractions_count_documents_not_ids(n_ids, n_val, capsys):
+@pytest.mark.parametrize('n_ids, n_val, said', [(90, 4, ''), (3, 30, '90 documents have 3 in field'),
+                                                (1, 4, '90 documents have 1 in field')])
+def test_repeated_ids_are_reported_and_fractions_count_documents(n_ids, n_val, said, capsys):
     """5% of the documents are validation data, or all of an id."""
     source = source_with_ids([i % n_ids for i in range(90)], val_fraction=1e-9)
     fitting = splits.fitting_split(source)
     assert [split for _, [(split, _)] in splits.split_documents(source, *fitting)].count('val') == n_val
     found = capsys.readouterr().out
+    assert said in found and ('repeated ids' in found) == (said != '')
     assert 'leaves 0 of 90 documents for validation: raised to 0.' in found and f'which leaves {n_val}\n' in found
 
 

@@ -206,7 +206,7 @@ def test_an_imported_model_can_be_finetuned_as_any_architecture(name, args, keep
 
 @pytest.mark.parametrize('in_config, in_generation, has_end', [
     ('END', None, True), (256, [256, 'END'], True), (['END', 256], 256, True), (256, 256, False)])
-def test_every_eos_id_ends_texts_and_is_exported(in_config, in_generation, has_end, tmp_path):
+def test_every_eos_id_is_printed_ends_texts_and_is_exported(in_config, in_generation, has_end, tmp_path, capsys):
     """Eos ids come from config.json, generation_config.json and the tokenizer."""
     make_folder(tmp_path / 'folder', 'Llama 2')
     model, _ = import_run(tmp_path / 'folder', tmp_path / 'plain')
@@ -216,6 +216,7 @@ def test_every_eos_id_ends_texts_and_is_exported(in_config, in_generation, has_e
         content = json.loads((tmp_path / f'folder/{name}.json').read_text()) | {'eos_token_id': value}
         (tmp_path / f'folder/{name}.json').write_text(json.dumps(content).replace('"END"', str(end)))
     record = import_run(tmp_path / 'folder', tmp_path / 'run')[1]
+    assert (f' ({end})' in capsys.readouterr().out) is has_end
     for options in ([], [f'--draft={tmp_path}/plain']):
         result = run('sample.py', tmp_path / 'run', 'ab', '--max_new_tokens=12', '--temperature=0', *options)
         assert f'\n{len(text)} tokens in' in '\n' + succeeded(result).stderr

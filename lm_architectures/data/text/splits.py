@@ -46,7 +46,12 @@ def fitting_split(source, max_tokens: int | None = None) -> tuple[float, str]:
         if len(ids) == 1:
             print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
             return s.val_fraction, 'tail'
-    n, by = len(ids), 'text' if len(ids) > 1 and len(set(ids)) == 1 else 'id'
+    n, n_ids = len(ids), len(set(ids))
+    by = 'text' if n_ids == 1 < n else 'id'
+    if n_ids < n and texts != ids:
+        print(f'repeated ids: {n:,} documents have {n_ids:,} in field {s.id_field!r}; '
+              + ('splitting by text instead' if by == 'text' else
+                 'documents with the same id are in the same split (--id_field=None: split by text)'), flush=True)
     hashes = sorted(texts if by == 'text' else ids)
     n_val, enough = bisect.bisect_left(hashes, s.val_fraction), min(MIN_VAL_DOCUMENTS, max(1, n // 20))
     if n_val >= enough:

@@ -76,10 +76,17 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
         byte_of = dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
         added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
 
+    names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
+    inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
+
     def encode(text, is_plain=False):
         if fast.encode_special_tokens != is_plain:
             fast.encode_special_tokens = is_plain
-        return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = fast.encode_batch_fast([text], add_special_tokens=False)[0].ids  # releases Python's lock, unlike `encode`
+        if is_plain and (eos in ids or bos in ids):  # a Unigram model may still match it: split it in two
+            parts = fast.encode_batch_fast(re.split(inside, text), add_special_tokens=False)
+            ids = [i for part in parts for i in part.ids]
+        return ids
 
     def token_bytes(i):
         if i in (bos, eos):

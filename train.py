@@ -27,7 +27,8 @@ import torch
 from attn_kernels import counted_targets
 from lm_architectures.files import UserError, command, friendly_errors
 from lm_architectures.machine import devices, parallel
-from lm_architectures.run import checkpoint, folders, models, run_settings
+from lm_architectures.run import checkpoint, models, run_settings
+from lm_architectures.run.records import Records, locked_run
 from lm_architectures.score.validation import validation_loss
 from lm_architectures.settings import check_ranges
 
@@ -266,7 +267,8 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
             model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     if s.init_from:
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
-        folders.load_initial_weights(s, model, idx.to(machine.device))
+        from lm_architectures.run import continuing
+        continuing.load_initial_weights(s, model, idx.to(machine.device))
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}' + f', weights in {s.shard or machine.world} shards' * is_sharded)
@@ -302,9 +304,12 @@ def train(s, config, data, record, machine, argv):
     compiled = machine.compiled(model, s.compile)
     ddp = parallel.wrap_model(model, compiled, machine.device, s.parallel, s.shard)
     optimizer = make_optimizer(model, s)
-    first_step, seconds = folders.restore(s, model, optimizer) if record else (0, 0.0)
-    step = first_step
-    records = folders.Records(s, config, data, machine, step)
+    step, seconds = 0, 0.0
+    if record:
+        from lm_architectures.run import continuing
+        step, seconds = continuing.restore(s, model, optimizer)
+    first_step = step
+    records = Records(s, config, data, machine, step)
     meter, progress = Meter(s, model, machine, step, seconds), devices.make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
     if machine.compiles:
@@ -386,7 +391,7 @@ def main(argv: list[str] | None = None) -> str:
                 data = run_settings.training_data(s, record)
                 config = run_settings.model_config(s, given, data, record)
                 run_settings.check_settings(s, data, machine.world)
-                claim = folders.locked_run(s.out_dir, not s.resume, s.overwrite)
+                claim = locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)
     parallel.leave_together()

@@ -34,7 +34,8 @@ from lm_architectures.data import open_data
 from lm_architectures.files import ROOT, UserError, friendly_errors, write_file
 from lm_architectures.machine.devices import pick_device, pick_dtype
 from lm_architectures.run.checkpoint import checkpoints
-from lm_architectures.run.folders import read_log, read_run
+from lm_architectures.run.folders import read_run
+from lm_architectures.run.records import read_log
 from lm_architectures.run.run_settings import read_settings
 from lm_architectures.settings import check_ranges, load_settings
 

@@ -17,9 +17,10 @@ import pandas as pd
 
 from lm_architectures import train
 from lm_architectures.files import UserError, command, is_number, printable, read_lines, warn_once
-from lm_architectures.run.folders import read_log, read_run
+from lm_architectures.run.continuing import MAY_CHANGE, may_change
+from lm_architectures.run.folders import read_run
 from lm_architectures.run.models import STORED, count_parameters, meta_model, portable_config, saved_config
-from lm_architectures.run.run_settings import MAY_CHANGE, may_change
+from lm_architectures.run.records import read_log
 from lm_architectures.settings import make_settings
 
 TRAINING = {field.name for field in dataclasses.fields(train.Settings)}  # the other settings are the model's

@@ -17,7 +17,7 @@ __path__.append(os.path.dirname(__path__[0]))  # train.py and scans/ are lm_arch
 
 def __getattr__(name: str):
     """Import what is asked for at first use, because scripts set up the process before torch."""
-    modules = {'Run': 'run.load', 'load': 'run.load', 'read_log': 'run.folders', 'train': 'train'}
+    modules = {'Run': 'run.load', 'load': 'run.load', 'read_log': 'run.records', 'train': 'train'}
     if name not in modules:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     module = importlib.import_module(f'{__name__}.{modules[name]}')

@@ -32,7 +32,7 @@ import scans.attention  # noqa: F401  define their kernels for the interpreter
 import scans.gpn  # noqa: F401
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.data.text.writing import write_data
-from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.run import checkpoint, folders, models, records
 
 sys.modules['lm_architectures.scans'] = scans  # one copy for `import model_gpn` and `model_file('gpn')`
 os.environ.pop('TRITON_INTERPRET', None)
@@ -96,7 +96,7 @@ def make_run(folder, model='standard', tokenizer='byte', bos=False, ends=None, *
     torch.manual_seed(0)
     weights = {name: x + 0.05 * torch.randn_like(x) if x.is_floating_point() else x
                for name, x in checkpoint.checkpoint_tensors(module.Model(c)).items()}
-    folders.save_run(folder, {
+    records.save_run(folder, {
         'model': model, 'settings': {'block_size': 64, 'eval_seed': None, 'data': ''},
         'model_config': dataclasses.asdict(c), 'versions': {},
         'data': {'folder': '', 'tokenizer': str(tokenizer), 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
@@ -216,7 +216,7 @@ def start_training(data, out, *args, processes=1):
 
 def losses(out):
     """Return {step: (loss, val, lr, grad_norm)} from the log of a run."""
-    return {r['step']: (r['loss'], r.get('val', 0), r['lr'], r['grad_norm']) for r in folders.read_log(out)}
+    return {r['step']: (r['loss'], r.get('val', 0), r['lr'], r['grad_norm']) for r in records.read_log(out)}
 
 
 def succeeded(result):

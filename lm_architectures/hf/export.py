@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from lm_architectures.files import ROOT, UserError, friendly_errors, remove, write_file
 from lm_architectures.hf.families import FAMILIES, family_of, to_family
 from lm_architectures.hf.tokenizers import keeps_ids, save_tokenizer
-from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.run import checkpoint, folders, models, records
 from lm_architectures.settings import load_settings
 
 RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
@@ -93,8 +93,8 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
         (new / 'model.safetensors').chmod((new / 'config.json').stat().st_mode)
     GenerationConfig(eos_token_id=ends).save_pretrained(new)
     save_tokenizer(new, data['tokenizer'], data['bos'], block_size)
-    if (run / folders.CHAT_TEMPLATE).is_file():
-        shutil.copy(run / folders.CHAT_TEMPLATE, new)
+    if (run / records.CHAT_TEMPLATE).is_file():
+        shutil.copy(run / records.CHAT_TEMPLATE, new)
     n_parameters = sum(tensor.numel() for tensor in tensors.values())
     write_file(new / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
     os.replace(new, folder)
@@ -113,7 +113,7 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
 
 def model_card(run: Path, record: dict, step: int, n_parameters: int, family: str | None) -> str:
     """Return the README.md of an export: what the run was trained on and how to load it."""
-    settings, data, log = record['settings'], record['data'], folders.read_log(run)
+    settings, data, log = record['settings'], record['data'], records.read_log(run)
     about = inspect.getdoc(models.model_file(record['model'], record['code'])) or ''
     facts = {'model': f'model_{record["model"]}.py',
              'written as': FAMILIES.get(family, 'the model code'),

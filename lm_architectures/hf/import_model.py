@@ -21,7 +21,7 @@ from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer, pad
 from lm_architectures.files import UserError, command, first_line, friendly_errors, read_json, warn_once, write_file
 from lm_architectures.hf.families import FAMILIES, LINEAR, hf_tensor_map
 from lm_architectures.hf.tokenizers import fast_tokenizer
-from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.run import checkpoint, folders, models, records
 from lm_architectures.settings import load_settings
 
 ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
@@ -68,11 +68,11 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
         raise
     except Exception as error:  # transformers and safetensors raise various errors for damaged files
         raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
-    with folders.locked_run(run, is_new=True, overwrite=False):
+    with records.locked_run(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
         if template:
-            write_file(run / folders.CHAT_TEMPLATE, template.encode())
-        folders.save_run(run, record, eos_token)
+            write_file(run / records.CHAT_TEMPLATE, template.encode())
+        records.save_run(run, record, eos_token)
     print(f'imported {run} (model_standard, tokenizer {own.name}). Sample: '
           f'{command("sample.py", run, "Once upon a time")}; finetune: train.py with '
           f'{shlex.quote(f"--init_from={run}")}')

@@ -13,7 +13,8 @@ from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.decode import generation
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import Device, DType, decoding_dtype, pick_device
-from lm_architectures.run.folders import load_run, read_log, same_vocabulary
+from lm_architectures.run.folders import load_run, same_vocabulary
+from lm_architectures.run.records import read_log
 from lm_architectures.settings import check_ranges, make_settings
 
 

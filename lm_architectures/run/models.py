@@ -20,8 +20,9 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import decode_source, module_from_spec, spec_from_file_location
+from importlib.abc import ExecutionLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import decode_source, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
@@ -147,56 +148,56 @@ def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Pa
     return b'\n'.join(lines).decode(), files
 
 
-class FromText(SourceFileLoader):
-    """Loads a module of a package from its text in memory."""
+class FromText(ExecutionLoader):
+    """Loads a module of a package in PACKAGES from its text in memory, never from a .pyc file."""
 
-    def __init__(self, fullname: str, path: Path, text: str):
+    def __init__(self, package: str, path: Path, text: str):
         """Give each text a file name of its own, under which tracebacks and `inspect` find it.
 
         After an edit of the file, they still show what runs. Debuggers resolve the name.
         """
-        lines, name = [*io.StringIO(text)], f'{path.parent}/./{path.name}'
-        while linecache.cache.setdefault(name, (len(text), None, lines, name))[2] != lines:
-            name = f'{os.path.dirname(name)}/./{path.name}'
-        super().__init__(fullname, name)
-        self.text = text
+        self.text, self.file = text, f'{path.parent}/{"./" * [*PACKAGES].index(package)}{path.name}'
+        linecache.cache[self.file] = len(text), None, [*io.StringIO(text)], self.file
 
-    def get_data(self, path):
-        return self.text.encode()
+    def get_source(self, fullname):
+        return self.text
 
-    def get_code(self, fullname):
-        return compile(self.text, self.path, 'exec', dont_inherit=True)  # never from a .pyc file
+    def get_filename(self, fullname):
+        return self.file
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        """Find a module of PACKAGES: Python calls this for each import of a new module."""
+        """Find a package or a module in one. Python calls this for each import of a new module."""
         package, _, module = fullname.rpartition('.')
         name = re.fullmatch(r'model_(\w+)_[0-9a-f]{12}', fullname)
         if name and name[1] in known_models():  # of an object that another process pickled
-            model_file(name[1])
-            return getattr(sys.modules.get(fullname), '__spec__', None)
+            package_of(name[1])
+        if fullname in PACKAGES:
+            return ModuleSpec(fullname, None, is_package=True)
         if module in PACKAGES.get(package, ()):
-            loader = cls(fullname, *PACKAGES[package][module])
-            return spec_from_file_location(fullname, loader.path, loader=loader)
+            return spec_from_loader(fullname, cls(package, *PACKAGES[package][module]))
         return None
 
 
 sys.meta_path.append(FromText)
 
 
-def model_file(name: str, code: str | None = None) -> ModuleType:
-    """Return the module of a model: see `find_file`. Imports it again after an edit.
+def package_of(name: str, code: str | None = None) -> tuple[str, Path]:
+    """Return the name of a model's package, which can then be imported, and the model's file.
 
     attn_kernels is shared by all models with the same text of it.
     """
     files = code_of(name, code)
     package = f'model_{name}_{hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]}'
-    if package not in PACKAGES:
-        PACKAGES[package], spec = files, ModuleSpec(package, None, is_package=True)
-        sys.modules[package] = module_from_spec(spec)
-        if 'attn_kernels' in files and files['attn_kernels'][1] == KERNELS:
-            sys.modules[f'{package}.attn_kernels'] = attn_kernels
-    path = files[f'model_{name}'][0]
+    PACKAGES.setdefault(package, files)
+    if 'attn_kernels' in files and files['attn_kernels'][1] == KERNELS:
+        sys.modules[f'{package}.attn_kernels'] = attn_kernels
+    return package, files[f'model_{name}'][0]
+
+
+def model_file(name: str, code: str | None = None) -> ModuleType:
+    """Return the module of a model: see `find_file`. Imports it again after an edit."""
+    package, path = package_of(name, code)
     try:
         module = importlib.import_module(f'{package}.model_{name}')
     except Exception as error:

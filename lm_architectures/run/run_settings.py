@@ -9,7 +9,7 @@ train.py calls `read_settings` and `training_data`; with the data, `model_config
 import os
 import re
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,15 +17,10 @@ from lm_architectures.data import MissingData, open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.files import ROOT, UserError, command
 from lm_architectures.machine.devices import ranks
-from lm_architectures.run import folders, models
-from lm_architectures.settings import HERE, convert, make_settings, parse_args, print_help, read_config_file
+from lm_architectures.run import models
+from lm_architectures.settings import HERE, convert, parse_args, print_help, read_config_file
 
 FIRST = 'model', 'out_dir', 'resume', 'code', 'extend', 'init_from'  # they say where the other settings come from
-MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
-    'resume', 'code', 'overwrite', 'dry_run', 'gpu_gib', 'out_dir', 'verify', 'micro_batch_size',
-    'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
-    'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
-    'data'}  # the folder may move; the checksum of its content must match
 
 
 # ---- merging ----
@@ -49,8 +44,11 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
 
     def out_dir() -> str:
         return first.out_dir or f'out/{Path(files[0]).stem if files else models.model_name(first.model)}'
-    source = out_dir() if first.resume else first.extend or first.init_from
-    record, continues = folders.read_run(source, first.code) if source else None, first.resume or bool(first.extend)
+    source, record = out_dir() if first.resume else first.extend or first.init_from, None
+    continues = first.resume or bool(first.extend)
+    if source:
+        from lm_architectures.run import continuing, folders
+        record = folders.read_run(source, first.code)
     if record and not files and 'model' not in line:
         first.model = record['model']
     first.model, first.out_dir = models.given_model(first.model), out_dir()  # the model may be given as a path
@@ -64,13 +62,11 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     given = convert(file, in_file, Settings, Config) | convert(line, HERE, Settings, Config)
     given |= only(given, this)
     if continues:
-        saved = asdict(make_settings(Settings, record['settings'], f'in {source}/config.json')) | asdict(
-            models.saved_config(record, source))
         if given.get('dtype') == 'auto':
             del given['dtype']  # the run recorded the dtype that auto chose
-        check_unchanged(source, record, saved, given, first)
+        saved = continuing.saved_settings(Settings, source, record, given, first)
     elif record:
-        saved = inherited_settings(source, record, Config, first)
+        saved = continuing.inherited_settings(source, record, Config, first)
     values = saved | this | given
     s = Settings(**only(default, values))
     return s, only(values.keys() - default.keys(), values), record if continues else None
@@ -83,55 +79,6 @@ def only(names, values: dict) -> dict:
 
 def names_of(Settings: type) -> set[str]:
     return {f.name for f in fields(Settings)}
-
-
-def may_change(record: dict) -> set[str]:
-    """Return the names of all settings of a run (config.json) that may change on --resume."""
-    return MAY_CHANGE | {*getattr(models.model_file(record['model'], record['code']).Config, 'may_change', ())}
-
-
-def check_unchanged(source: str, record: dict, saved: dict, given: dict, first) -> None:
-    """Raise UserError for given settings that cannot differ from those of the run to continue.
-
-    saved: all its settings. first: the settings FIRST.
-    """
-    free = may_change(record)
-    if not first.resume:
-        free |= {'extend', 'max_tokens'}
-        if saved['schedule'] == 'cosine':
-            raise UserError(f'{source} has schedule = cosine, whose learning rates depend on max_tokens from the '
-                            'start, so it cannot be extended: train a new run, with wsd or constant to extend that one')
-        if 'out_dir' not in given or Path(first.out_dir).resolve() == Path(source).resolve():
-            raise UserError(f'--extend={source} needs a new run folder: add --out_dir=NEW')
-        if given.get('max_tokens', 0) <= saved['max_tokens']:
-            raise UserError(f'{source} has max_tokens = {saved["max_tokens"]}: set --max_tokens to more than that')
-    for name in sorted(given.keys() - free, key=lambda name: name != 'model'):  # first, as it decides which there are
-        if name in saved and given[name] == saved[name]:
-            continue
-        have = f'{name} = {saved[name]!r}' if name in saved else f'model = {saved["model"]!r}, without {name}'
-        other = 'start another run with another --out_dir'
-        if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
-            other = f'train longer with --extend={source} --max_tokens={given[name]} --out_dir=NEW'
-        raise UserError(f'the run in {source} has {have}, but {given[name]!r} was given: leave out {name} '
-                        f'(and the config file), or {other}')
-
-
-def inherited_settings(source: str, record: dict, Config: type, first) -> dict:
-    """Return the settings that a new model takes over from the run `source` of --init_from.
-
-    record: its config.json. Config: that of the new model. first: the settings FIRST.
-    """
-    if Path(first.out_dir).resolve() == Path(source).resolve():
-        raise UserError(f'--init_from and --out_dir are both {source}: set another --out_dir')
-    values = asdict(models.saved_config(record, source))
-    theirs, known = models.model_file(record['model'], record['code']).Config, names_of(Config)
-    for name in getattr(theirs, 'defining', ()):
-        if values[name] is not None and name not in known:
-            raise UserError(f'{source} cannot be converted to this model: it has {name} = {values[name]}, but '
-                            f'model_{first.model} has no {name}')
-    known -= {*getattr(theirs, 'own', ())} ^ {*getattr(Config, 'own', ())}  # these mean something else in one of them
-    masks = {'mask_documents': values['eos_id'] is not None} if 'eos_id' in values else {}
-    return masks | only(known - {'n_ids', 'eos_id'}, values)
 
 
 # ---- the data, and the model's Config ----
@@ -152,9 +99,11 @@ def assumed_data(s, record) -> SimpleNamespace:
 
     Its field `hint` says how to build the data that a config names.
     """
-    record = record or (folders.read_run(s.init_from) if s.init_from else {})
+    if s.init_from and not record:
+        from lm_architectures.run import folders
+        record = folders.read_run(s.init_from)
     like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
-            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **record.get('data', {})}
+            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **(record or {}).get('data', {})}
     options = [f'--tokenizer={like["tokenizer"]}'] * (like['tokenizer'] != 'gpt2') + [
         f'--out_dir={s.data}', f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')]  # 5% more, for validation
     make = s.make_data if s.make_data and s.data in s.make_data else (
@@ -174,12 +123,9 @@ def model_config(s, given, data, record):
 
     given, record: see `read_settings`.
     """
-    source = s.out_dir if s.resume else s.extend or s.init_from
-    if source:
-        folders.check_vocabulary(record or folders.read_run(source), data, source)
-    if record and record['data']['sha256'] != data.sha256:
-        raise UserError(f'{data.folder} is not the data that the run in {source} was trained on (checksums '
-                        'differ): restore that data, or start a new run with --init_from')
+    if record or s.init_from:
+        from lm_architectures.run import continuing
+        continuing.check_data(s, record, data)
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
                         'out n_ids')

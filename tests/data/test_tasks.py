@@ -16,7 +16,7 @@ from lm_architectures.data.generated import make_task
 from lm_architectures.data.tasks import a5
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError
-from lm_architectures.run import folders, models
+from lm_architectures.run import models, records
 
 CHASE, STAR, GRID = ('pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6',
                      'manhattan:grid=6,steps=20,length=128')
@@ -416,7 +416,7 @@ def test_scores_are_logged_and_eval_and_sample_support_tasks(tmp_path):
     result = succeeded(run(*TRAIN, f'--data={CHASE},val_rows=50', '--block_size=52', f'--max_tokens={8 * 8 * 52}',
                            f'--out_dir={out}'))
     assert all(part in result.stdout for part in ('unlimited generated rows', 'levels_solved', 'Q G|'))
-    log = {record['step']: record for record in folders.read_log(out)}
+    log = {record['step']: record for record in records.read_log(out)}
     assert [step for step in log if 'accuracy_2' in log[step]] == [4, 8] and 0 <= log[8]['accuracy_0'] <= 1
     judged = succeeded(run('eval.py', out, '--val', '--dtype=float32'))
     assert f'val nats_per_token {log[8]["val"]:20,.4f}' in judged.stdout

@@ -12,7 +12,7 @@ from test_models import small_model
 from lm_architectures.decode import generation, speculation
 from lm_architectures.decode.generation import generate, token_probs
 from lm_architectures.decode.speculation import draft_tokens, speculative_generate
-from lm_architectures.run.folders import read_log
+from lm_architectures.run.records import read_log
 
 OWN = {'sps': dict(window=2), 'mtp': dict(horizon=2), 'jtp': dict(horizon=3)}
 

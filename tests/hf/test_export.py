@@ -11,7 +11,7 @@ from lm_architectures.data.text.train_tokenizer import train_tokenizer
 from lm_architectures.files import UserError
 from lm_architectures.hf import export
 from lm_architectures.hf import tokenizers as hf_tokenizers
-from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.run import checkpoint, folders, models, records
 from lm_architectures.score.scoring import Scorer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]
@@ -95,7 +95,7 @@ def test_the_model_card_says_what_was_trained_and_how_to_load_it(tiny_run, tmp_p
     from huggingface_hub import ModelCard
     export.export_run(tiny_run, tmp_path / 'hf', exact)
     card, record = ModelCard.load(tmp_path / 'hf/README.md'), folders.read_run(tiny_run)
-    log, weights = folders.read_log(tiny_run), checkpoint.load_checkpoint(tiny_run)[1]
+    log, weights = records.read_log(tiny_run), checkpoint.load_checkpoint(tiny_run)[1]
     assert (card.data.license, card.data.library_name) == ('unknown', 'transformers')
     for part in (f'# {tiny_run.name}\n', 'arXiv 2607.01218', '| training tokens | 2,560 |', '| training step | 20 |',
                  f'| validation loss, nats per token | {log[-1]["val"]:.4f} |', '| learning_rate | `0.01` |',

@@ -14,7 +14,7 @@ from lm_architectures.data.text.train_tokenizer import train_tokenizer
 from lm_architectures.decode.generation import generate
 from lm_architectures.files import UserError
 from lm_architectures.hf import export, families, import_model
-from lm_architectures.run import folders
+from lm_architectures.run import folders, records
 from lm_architectures.score.scoring import Scorer
 
 SMALL = dict(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
@@ -187,7 +187,7 @@ def test_an_imported_model_can_be_finetuned_as_any_architecture(name, args, keep
     theirs = make_folder(tmp_path / 'folder', name)
     import_run(tmp_path / 'folder', tmp_path / 'source')
     out, source = tmp_path / 'run', folders.read_run(tmp_path / 'source')
-    folders.save_run(tmp_path / 'source', source | {'data': source['data'] | {'ends': [7, 256]}})
+    records.save_run(tmp_path / 'source', source | {'data': source['data'] | {'ends': [7, 256]}})
     (tmp_path / 'source/chat_template.jinja').write_text('{{ messages }}')
     result = succeeded(start_from(tmp_path / 'source', out, tiny_data, *args))
     model, record = folders.load_run(out)

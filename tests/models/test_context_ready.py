@@ -17,7 +17,7 @@ import model_context_ready
 import model_standard
 import papers.context_ready.unrolls
 from lm_architectures.data import open_data
-from lm_architectures.run import folders
+from lm_architectures.run import records
 from papers.context_ready.reproduce import ROWS, TABLES, commands
 from scans import context_ready as fast
 
@@ -386,7 +386,7 @@ def test_a_run_is_converted_and_analysed(tiny_data, tmp_path):
     finetune = ['--model=context_ready', '--K=4', '--k_min=2', '--dropout=0.1', f'--init_from={found[0]}']
     for out, args in zip(found, (['--model=context_ready', '--K=1'], finetune)):
         succeeded(train_tiny(tiny_data, out, *args, steps=6))
-    before, after = map(folders.read_log, found)
+    before, after = map(records.read_log, found)
     assert after[0]['loss'] < before[0]['loss'] - 0.5
     by_itself = succeeded(run('train.py', 'config/context_ready/context_ready_finetune.py', finetune[-1],
                               f'--data={tiny_data}', '--block_size=32', '--device=cpu', '--dry_run'))

@@ -17,7 +17,7 @@ import attn_kernels
 import scans
 import train as train_script
 from lm_architectures.files import UserError, warn_once
-from lm_architectures.run import folders, models
+from lm_architectures.run import folders, models, records
 from lm_architectures.run.checkpoint import checkpoints, load_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def everything(model, name, data, folder):
     failed = [result.stderr for i, result in enumerate(said) if result.returncode and i not in (3, 4)]
     assert not failed, failed
     evaluated = json.loads((own / 'eval.jsonl').read_text())
-    losses = [[record.get(key) for key in ('step', 'loss', 'nll', 'val')] for record in folders.read_log(own)]
+    losses = [[record.get(key) for key in ('step', 'loss', 'nll', 'val')] for record in records.read_log(own)]
     tables = [(folder / f'{analysis}.csv').read_text() for analysis, *_ in ANALYSES.get(model, ())]
     tensors = load_checkpoint(own)[1], load_file(folder / 'hf/model.safetensors')
     text = re.sub(r'[\d.,+-]+(e[+-]\d+)?', '0', '\n'.join(result.stdout + result.stderr for result in said))
@@ -172,7 +172,7 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
             warn_once.cache_clear()  # as in a new process
             said.append(succeeded(run(*command, *options)))
         line = json.loads((out / 'eval.jsonl').read_text().splitlines()[-1])
-        return said, line, folders.read_log(resumed)[-1]['loss'], said[0].stdout
+        return said, line, records.read_log(resumed)[-1]['loss'], said[0].stdout
     _, before, loss, text = use()
     assert before['edited'] == []
     path.write_text(path.read_text().replace('F.silu(gate)', 'F.relu(gate)'))  # is imported again
@@ -285,7 +285,7 @@ def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine
     for power, folder in ((1, tmp_path / 'first'), (2, out)):
         helper.write_text(f'power = {power}')
         train(folder, *command)
-    first, second = (folders.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
+    first, second = (records.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
     assert first != second and (out / 'code/my_layers.py').read_text() == 'power = 2'
     sampled = run('sample.py', tmp_path / 'first', 'ab', '--max_new_tokens=2', f'--model={mine}')
     assert f'{helper} differs from {tmp_path}/first/code/my_layers.py' in succeeded(sampled).stderr

@@ -12,7 +12,7 @@ from conftest import ROOT, assert_sentence, run, succeeded
 from lm_architectures.decode.generation import allocate_cache, generate
 from lm_architectures.decode.speculation import speculative_generate
 from lm_architectures.files import UserError, warn_once
-from lm_architectures.run import folders, models
+from lm_architectures.run import folders, models, records
 from lm_architectures.score.scoring import Scorer
 
 pytestmark = pytest.mark.slow
@@ -40,13 +40,13 @@ def train_bigram(data, out, *more):
 
 
 def test_it_trains_resumes_and_dry_runs(bigram, tiny_data, tmp_path):
-    log = folders.read_log(bigram)
+    log = records.read_log(bigram)
     assert log[-1]['loss'] < log[0]['loss'] - 1 and log[-1]['val'] < log[0]['loss'] - 1 and 'mfu' not in log[0]
     dry = train_bigram(tiny_data, tmp_path / 'run', '--dry_run').stdout
     assert 'parameters' in dry and 'GiB for weights' in dry and 'FLOP' not in dry and not (tmp_path / 'run').exists()
     shutil.rmtree(bigram / 'ckpt/step_00000030')
     assert 'from step 27' in train_bigram(tiny_data, bigram, '--resume').stdout
-    assert [record['loss'] for record in folders.read_log(bigram)] == [record['loss'] for record in log]
+    assert [record['loss'] for record in records.read_log(bigram)] == [record['loss'] for record in log]
 
 
 def test_one_line_adds_it_to_the_tests_of_all_models(bigram, monkeypatch):
@@ -85,7 +85,7 @@ def test_it_samples_by_recomputing_and_says_so(bigram):
 def test_it_is_evaluated_and_scored(bigram):
     warn_once.cache_clear()
     judged = succeeded(run('eval.py', bigram, '--val', '--val_tokens=640', '--dtype=float32'))
-    last = [record['val'] for record in folders.read_log(bigram) if 'val' in record][-1]
+    last = [record['val'] for record in records.read_log(bigram) if 'val' in record][-1]
     assert 'extend' not in judged.stderr  # a validation loss does not need it
     assert f'val nats_per_token {last:20,.4f}' in judged.stdout
     model, _ = folders.load_run(bigram)

@@ -22,7 +22,7 @@ import train
 from analysis.runs import evaluations
 from lm_architectures.files import UserError, friendly_errors, locked, sha256, sync, warn_once
 from lm_architectures.machine import devices
-from lm_architectures.run import checkpoint, folders
+from lm_architectures.run import checkpoint, records
 
 # ---- one writer ----
 
@@ -48,7 +48,7 @@ def test_workers_orphaned_by_torchrun_save_and_exit(tiny_data, tmp_path):
     while time.time() < deadline and processes_with(out):
         time.sleep(0.05)
     assert not processes_with(out)
-    assert checkpoint.load_checkpoint(out)[0]['step'] == folders.read_log(out)[-1]['step']
+    assert checkpoint.load_checkpoint(out)[0]['step'] == records.read_log(out)[-1]['step']
 
 
 def processes_with(argument):
@@ -98,9 +98,9 @@ def test_a_log_continues_after_damaged_and_truncated_lines(tmp_path, capsys):
     damaged = ['[1]', *(f'{{"step": 1, "tokens": 9, "seconds": 1.0, {value}}}' for value in values)]
     lines = json.dumps(first), *damaged, json.dumps(second), '{"step": 3, "lo'
     (tmp_path / 'log.jsonl').write_text('\n'.join(lines))
-    with folders.open_log(tmp_path, 1) as log:
+    with records.open_log(tmp_path, 1) as log:
         log.write(json.dumps(second | {'loss': 2.125}) + '\n')
-    assert folders.read_log(tmp_path) == [first, second | {'loss': 2.125}]
+    assert records.read_log(tmp_path) == [first, second | {'loss': 2.125}]
     assert 'skipped 10 damaged lines' in capsys.readouterr().err
 
 
@@ -253,7 +253,7 @@ def test_steps_with_non_finite_gradients_are_skipped_and_counted(tiny_data, tmp_
         return result
     monkeypatch.setattr(train, 'train_step', train_step)
     succeeded(train_tiny(tiny_data, out, '--save_interval=1', '--keep_checkpoints=30'))
-    log = {record['step']: record for record in folders.read_log(out)}
+    log = {record['step']: record for record in records.read_log(out)}
     assert {step: r['skipped'] for step, r in log.items() if 'skipped' in r} == {4: 1, 5: 1, 9: 1}
     assert 'grad_norm' not in log[4] and log[20]['loss'] < log[1]['loss'] - 1
     three, four, five = (load_file(out / f'ckpt/step_{step:08d}/model.safetensors') for step in (3, 4, 5))

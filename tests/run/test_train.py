@@ -32,14 +32,14 @@ from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.data.text.writing import write_data
 from lm_architectures.files import UserError
 from lm_architectures.machine import devices
-from lm_architectures.run import checkpoint, folders, models, run_settings
+from lm_architectures.run import checkpoint, folders, models, records, run_settings
 from lm_architectures.run.dry_run import LiveBytes, activation_bytes
 from lm_architectures.score.validation import validation_loss
 
 
 @pytest.mark.slow
 def test_a_run_learns_and_writes_its_files(tiny_run):
-    log = folders.read_log(tiny_run)
+    log = records.read_log(tiny_run)
     assert [r['step'] for r in log] == list(range(1, 21))
     assert log[-1]['loss'] < log[0]['loss'] - 1
     assert {'step', 'tokens', 'seconds', 'loss', 'nll', 'lr', 'grad_norm', 'tokens_per_s'} <= log[0].keys()
@@ -74,7 +74,7 @@ sys.argv[0] = 'train.py'
 import attn_kernels
 import train
 from lm_architectures import files
-from lm_architectures.run import checkpoint, folders
+from lm_architectures.run import checkpoint, folders, records
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 if kind == 'time':
@@ -95,7 +95,7 @@ else:
             return function(*args, **kwargs)
         return wrapper
     for module, name in ((checkpoint, 'save_file'), (checkpoint, 'write_json'), (files, 'write_json'),
-                         (checkpoint, 'sync'), (os, 'fsync'), (os, 'replace'), (folders.shutil, 'rmtree')):
+                         (checkpoint, 'sync'), (os, 'fsync'), (os, 'replace'), (records.shutil, 'rmtree')):
         setattr(module, name, counted(getattr(module, name)))
 train.main()
 '''
@@ -260,7 +260,7 @@ def test_logged_parts_of_the_loss_equal_those_of_eval(tiny_data, tmp_path, monke
     monkeypatch.setattr(devices.Machine, 'peak_flops', lambda self: 1e12)
     result = train_tiny(tiny_data, tmp_path, *args, steps=2)
     assert 'nats per token, val_' in result.stdout and ', val_kl ' in result.stdout
-    last = folders.read_log(tmp_path)[-1]
+    last = records.read_log(tmp_path)[-1]
     model, _ = folders.load_run(tmp_path)
     assert last['mfu'] == pytest.approx(last['tokens_per_s'] * model.flops_per_token(32) / 1e12)
     parts = model(*open_data(tiny_data).val_batch(range(20), 32, seed=42))

@@ -16,7 +16,7 @@ from analysis.runs import evaluations
 from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError
-from lm_architectures.run import checkpoint, folders
+from lm_architectures.run import checkpoint, folders, records
 from lm_architectures.score.benchmarks import local_records
 from lm_architectures.score.scoring import Scorer
 
@@ -177,7 +177,7 @@ def test_papers_and_validation_from_the_command_line(trained, benchmarks, tiny_d
             assert row in result.stdout
     lines = eval_lines(out)
     val = lines[-1]['results']['val']
-    trained_to = [r['val'] for r in folders.read_log(trained) if 'val' in r][-1]
+    trained_to = [r['val'] for r in records.read_log(trained) if 'val' in r][-1]
     assert val['perplexity'] == pytest.approx(math.exp(val['nats_per_token'])) and len(lines) == 3
     assert val['nats_per_token'] == pytest.approx(trained_to, abs=1e-4)
     info = open_data(str(tiny_data)).splits['val']  # document masking is off, so eos counts like any token

@@ -27,8 +27,7 @@ import torch
 from attn_kernels import counted_targets
 from lm_architectures.files import UserError, command, friendly_errors
 from lm_architectures.machine import devices, parallel
-from lm_architectures.run import checkpoint, models, run_settings
-from lm_architectures.run.records import Records, locked_run
+from lm_architectures.run import checkpoint, models, records, run_settings
 from lm_architectures.score.validation import validation_loss
 from lm_architectures.settings import check_ranges
 
@@ -267,8 +266,8 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
             model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     if s.init_from:
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
-        from lm_architectures.run import continuing
-        continuing.load_initial_weights(s, model, idx.to(machine.device))
+        from lm_architectures.run import folders
+        folders.load_initial_weights(s, model, idx.to(machine.device))
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}' + f', weights in {s.shard or machine.world} shards' * is_sharded)
@@ -306,10 +305,10 @@ def train(s, config, data, record, machine, argv):
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:
-        from lm_architectures.run import continuing
-        step, seconds = continuing.restore(s, model, optimizer)
+        from lm_architectures.run import folders
+        step, seconds = folders.restore(s, model, optimizer)
     first_step = step
-    records = Records(s, config, data, machine, step)
+    log = records.Records(s, config, data, machine, step)
     meter, progress = Meter(s, model, machine, step, seconds), devices.make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
     if machine.compiles:
@@ -339,11 +338,13 @@ def train(s, config, data, record, machine, argv):
                 devices.say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats '
                             f'per token{further}')
                 line |= found
-            records.write(line)
+            log.write(line)
             if save_due:
-                records.save(model, optimizer, step, meter.seconds)
+                with log.saving(step):
+                    checkpoint.save_training(s.out_dir, model, optimizer, step, meter.seconds, s.keep_checkpoints,
+                                             s.last_before_decay)
             meter.restart(step)
-    records.close(finished=not stopping)
+    log.close(finished=not stopping)
     if stopping:
         devices.say(f'stopped after step {step}. Continue with: '
                     f'{run_settings.resume_command(argv, machine.world, s.out_dir)}')
@@ -391,7 +392,7 @@ def main(argv: list[str] | None = None) -> str:
                 data = run_settings.training_data(s, record)
                 config = run_settings.model_config(s, given, data, record)
                 run_settings.check_settings(s, data, machine.world)
-                claim = locked_run(s.out_dir, not s.resume, s.overwrite)
+                claim = records.locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)
     parallel.leave_together()

@@ -22,7 +22,6 @@ import torch
 from lm_architectures import files
 from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, copy_tokenizer
 from lm_architectures.files import UserError, write_file
-from lm_architectures.run import checkpoint
 from lm_architectures.run.models import STORED, code_of, report_edits
 
 CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported chat model
@@ -113,7 +112,7 @@ def run_record(s, config, data, machine) -> dict:
 # ---- a run in training ----
 
 class Records:
-    """What train.py adds to a run: lines of log.jsonl (and wandb), by rank 0, and checkpoints.
+    """What train.py adds to a run: lines of log.jsonl and wandb, by rank 0, and loss.png.
 
     A new run folder is written with its first log line, so a start that fails leaves nothing.
     """
@@ -149,12 +148,12 @@ class Records:
         if self.wandb:
             self.wandb.log(line, step=line['step'])
 
-    def save(self, model, optimizer, step: int, seconds: float) -> None:
-        """Save a checkpoint. Call it on all processes, after `write`."""
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Record that a checkpoint is saved inside. The log is never behind the checkpoint."""
         if self.log:
-            os.fsync(self.log.fileno())  # so that the log is never behind the checkpoint
-        checkpoint.save_training(self.s.out_dir, model, optimizer, step, seconds, self.s.keep_checkpoints,
-                                 self.s.last_before_decay)
+            os.fsync(self.log.fileno())
+        yield
         if self.log:
             self.log.write(json.dumps({'saved': step}) + '\n')
 

@@ -16,12 +16,14 @@ import reprlib
 import sys
 import types
 import typing
+from contextlib import suppress
 from pathlib import Path
 
 from lm_architectures.files import ROOT, UserError, first_line
 
 LARGEST = 2 ** 53  # largest number in a setting: integers up to here are exact as floats and in JSON
 HERE = 'on the command line'
+UNFIT = ValueError, SyntaxError, MemoryError, RecursionError  # of text that is no value; last two: nested too deeply
 
 
 class Text(str):
@@ -97,68 +99,60 @@ def convert(values: dict, where: str, *classes: type) -> dict:
     return {name: typed(name, value, types_of[name], where) for name, value in values.items()}
 
 
-def kinds(annotation) -> tuple[list[type], list, object]:
-    """Return what a setting allows: (types, values of its Literals, its tuple's elements or None).
+def typed(name: str, value, kind, where: str):
+    """Convert a value to the type of its setting. UserError if impossible."""
+    with suppress(*UNFIT):
+        return fit(value, kind)
+    near = difflib.get_close_matches(repr(value), words(kind), 1) if isinstance(value, str) else ()
+    hint = f'; did you mean {near[0]}?' if near else f'; write --{name}=VALUE' if value is True else ''
+    raise UserError(f'{name} is {reprlib.repr(value)} {where}: expected {expected(kind)}{hint}')
 
-    Of `tuple[int, ...] | None` these are [NoneType], [] and int.
+
+def fit(value, kind):
+    """Return a value as a `kind`, the annotation of a setting. An error of UNFIT if impossible.
+
+    A whole float such as 20e9 is accepted as an int, and an int as a float. Text is parsed: a tuple
+    is written 1,2,4.
     """
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    parts = [(part, typing.get_origin(part), typing.get_args(part))
-             for part in (typing.get_args(annotation) if is_union else (annotation,))]
-    choices = [choice for _, origin, args in parts if origin is typing.Literal for choice in args]
-    elements = [args for _, origin, args in parts if origin is tuple]
-    if any(args[1:] != (...,) for args in elements):
-        raise UserError(f'a setting has the type {annotation}: expected tuple[X, ...]')
-    return [part for part, origin, _ in parts if not origin], choices, elements[0][0] if elements else None
-
-
-def expected(annotation) -> str:
-    """Describe choices and types: "'a', 'b' or None", 'int or None', 'int separated by commas'."""
-    allowed, choices, element = kinds(annotation)
-    names = [*map(repr, choices), *(kind.__name__.replace('NoneType', 'None') for kind in allowed)]
-    if element is not None:
-        names.insert(0, f'{expected(element)} separated by commas')
-    return ', '.join(names[:-1]) + ' or ' * (len(names) > 1) + names[-1]
-
-
-def typed(name: str, value, annotation, where: str):
-    """Convert a value to the type of its setting. UserError if impossible.
-
-    A whole float such as 20e9 is accepted as an int, and an int as a float. Text is parsed first:
-    a tuple is written 1,2,4.
-    """
-    allowed, choices, element = kinds(annotation)
-    if isinstance(value, Text):
-        value = parsed(str(value), allowed, choices, element)
-    if element is not None and type(value) in (tuple, list):
-        return tuple(typed(name, part, element, where) for part in value)
-    want, hint = expected(annotation), ''
-    if type(value) in (int, float) and not -LARGEST <= value <= LARGEST:
-        want = f'a number from {-LARGEST:.0e} to {LARGEST:.0e}'
-    elif value == '' and {str, type(None)} <= {*allowed}:  # --init_from=$RUN with RUN unset, for example
-        want = 'text or None'
-    else:
-        if float in allowed and type(value) is int:
-            value = float(value)
-        if int in allowed and type(value) is float and value.is_integer():
-            value = int(value)
-        if type(value) in allowed or any(value == choice and type(value) is type(choice) for choice in choices):
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for part in sorted(args, key=lambda part: part is str):  # all text fits str, so it comes last
+            if value != '' or part is not str:  # --init_from=$RUN with RUN unset, for example
+                with suppress(*UNFIT):
+                    return fit(value, part)
+    elif origin is tuple and args[1:] == (...,):
+        if isinstance(value, Text):
+            value = [Text(part.strip()) for part in value.strip('()[]').removesuffix(',').split(',') if value]
+        if type(value) in (tuple, list):
+            return tuple(fit(part, args[0]) for part in value)
+    elif isinstance(value, Text) and kind is not str and value not in args:
+        return fit(ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(value, value)), kind)
+    elif kind in (int, float):
+        if type(value) in (int, float) and abs(value) <= LARGEST and kind(value) == value:
+            return kind(value)
+    elif kind is str or origin is typing.Literal:
+        value = str(value) if isinstance(value, Text) else value
+        if type(value) is str if kind is str else any(value == a and type(value) is type(a) for a in args):
             return value
-        near = difflib.get_close_matches(str(value), map(str, choices), 1)
-        hint = f'; did you mean {near[0]!r}?' if near else f'; write --{name}=VALUE' if value is True else ''
-    raise UserError(f'{name} is {reprlib.repr(value)} {where}: expected {want}{hint}')
+    elif type(value) is kind:
+        return value
+    raise ValueError(value)
 
 
-def parsed(text: str, allowed: list, choices: list, element):
-    """Parse command-line text for a setting that `kinds` describes."""
-    if text in choices or str in allowed and text not in ('None', "''", '""'):
-        return text
-    if element is not None and text.lower() != 'none':
-        return tuple(Text(part.strip()) for part in text.strip('()[]').removesuffix(',').split(',') if text)
-    try:
-        return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # last two: nested too deeply
-        return text
+def words(kind) -> list[str]:
+    """Return what a setting's annotation allows: "'a'", 'int', 'None', 'int separated by commas'."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return [*map(repr, args)]
+    if origin is tuple:
+        return [f'{expected(args[0])} separated by commas' if args[1:] == (...,) else 'the type tuple[X, ...]']
+    return [word for part in args for word in words(part)] or [kind.__name__.replace('NoneType', 'None')]
+
+
+def expected(kind) -> str:
+    """Describe an annotation: "'a', 'b' or None", 'int separated by commas'."""
+    *first, last = words(kind)
+    return ', '.join(first) + ' or ' * bool(first) + last
 
 
 # ---- dataclasses of settings ----
@@ -173,11 +167,6 @@ def make_settings(Settings: type, values: dict, where: str):
         return Settings(**values)
     except (ValueError, ZeroDivisionError) as error:
         raise (type(error) if isinstance(error, UserError) else UserError)(f'{error} ({where})')
-
-
-def file_of(cls: type) -> str:
-    """Return the name of the file that defines a class, also of a script, which is `__main__`."""
-    return os.path.basename(inspect.getfile(cls))
 
 
 def check_ranges(settings, **ranges: float | tuple) -> None:
@@ -196,7 +185,7 @@ def print_help(*classes: type) -> None:
     """Print each setting of a script and model with its type, default and comment. Exits."""
     print((inspect.getmodule(classes[0]).__doc__ or '').strip())  # none under python -OO
     for cls, title in zip(classes, ('settings and their defaults', 'settings of the model')):
-        print(f'\n{title} ({file_of(cls)}):')
+        print(f'\n{title} ({os.path.basename(inspect.getfile(cls))}):')
         source = ''.join(inspect.getsource(c) for c in cls.__mro__[-2::-1])  # base classes first
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', source, re.M))
         hints = typing.get_type_hints(cls)

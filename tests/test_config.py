@@ -46,17 +46,17 @@ def test_values_take_the_type_of_their_setting(arg, name, value):
 
 
 @pytest.mark.parametrize('arg, sentence', [
-    ('--count=2.5', 'count is 2.5 on the command line: expected int'),
+    ('--count=2.5', "count is '2.5' on the command line: expected int"),
     ('--count=x', "count is 'x' on the command line: expected int"),
     ('--count', 'count is True on the command line: expected int; write --count=VALUE'),
-    ('--flag=1', 'flag is 1 on the command line: expected bool'),
+    ('--flag=1', "flag is '1' on the command line: expected bool"),
     ('--coutn=2', "unknown setting 'coutn' on the command line: did you mean 'count'?"),
     ('--zzzzzz=2', "unknown setting 'zzzzzz' on the command line: run with --help for the list"),
-    ('--name=', "name is '' on the command line: expected text or None"),
+    ('--name=', "name is '' on the command line: expected str or None"),
     ('--count=' + '[' * 5000, "count is '[[["),
-    ('--sizes=1,x', "sizes is 'x' on the command line: expected int"),
+    ('--sizes=1,x', "sizes is '1,x' on the command line: expected int separated by commas"),
     ('--sizes', 'sizes is True on the command line: expected int separated by commas; write --sizes=VALUE'),
-    ('--lengths=4,aut', "expected 'auto' or int; did you mean 'auto'?"),
+    ('--lengths=4,aut', "expected int or 'auto' separated by commas"),
     ('--rates=1,nan', 'rates is '), ('--rate=--4', "rate is '--4'"),
     ('--shape=squar', "expected 'round', 'square' or None; did you mean 'square'?"),
     ('--count=\0', 'expected int'),

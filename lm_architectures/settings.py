@@ -140,7 +140,7 @@ def fit(value, kind):
 
 
 def words(kind) -> list[str]:
-    """Return what a setting's annotation allows: "'a'", 'int', 'None', 'int separated by commas'."""
+    """Return what an annotation allows: "'a'", 'int', 'None', 'int separated by commas'."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return [*map(repr, args)]

@@ -79,7 +79,7 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     if folder.exists():
         raise UserError(f'{folder} already exists: choose a new folder')
     record = folders.read_run(run, code)
-    c, data, block_size = models.portable_config(record, run), record['data'], record['settings']['block_size']
+    c, data, block_size = folders.portable_config(record, run), record['data'], record['settings']['block_size']
     state, tensors = checkpoint.load_checkpoint(run)
     family = None if exact else family_of(record, c, tensors)
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])

@@ -191,9 +191,16 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None) -> 
     the optimizer's tensors. The tensors are mapped from the files.
     """
     for path in checkpoints(folder, up_to):
-        error = None
+        names, error = ('state.json', *FILES[:1 + moments]), None
         try:
-            state, tensors = read_checkpoint(path, FILES[:1 + moments])
+            sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
+            if bad := [name for name in names if sha256(path / name) != sums[name]]:
+                raise ValueError(f'{bad[0]} does not match its checksum')
+            state = {'seconds': 0.0, 'optimizer': {}} | json.loads((path / 'state.json').read_text())
+            types = type(state['step']), is_number(state['seconds']), type(state['optimizer'])
+            if types != (int, True, dict) or state['step'] != step_of(path):
+                raise ValueError(f'state.json is {state}')
+            tensors = {key: tensor for name in names[1:] for key, tensor in load_file(path / name).items()}
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as caught:
             error = str(caught)
         error = parallel.first_not_none(error)  # all processes take the same checkpoint
@@ -202,15 +209,3 @@ def load_checkpoint(folder, moments: bool = False, up_to: int | None = None) -> 
         warn_once(f'checkpoint {path} is damaged ({error}); trying the previous one')
     before = '' if up_to is None else f' from before its decay, which begins after step {up_to}: train a new run'
     raise UserError(f'{folder} has no {"undamaged " if checkpoints(folder, up_to) else ""}checkpoint to load{before}')
-
-
-def read_checkpoint(path: Path, names) -> tuple[dict, dict]:
-    """Read one checkpoint for `load_checkpoint`. A damaged one may raise any kind of error."""
-    sums = dict(reversed(line.split()) for line in (path / 'SHA256SUMS').read_text().splitlines())
-    if bad := [name for name in ('state.json', *names) if sha256(path / name) != sums[name]]:
-        raise ValueError(f'{bad[0]} does not match its checksum')
-    state = {'seconds': 0.0, 'optimizer': {}} | json.loads((path / 'state.json').read_text())
-    is_whole = type(state['step']) is int and state['step'] == step_of(path) and is_number(state['seconds'])
-    if not is_whole or not isinstance(state['optimizer'], dict):
-        raise ValueError(f'state.json is {state}')
-    return state, {key: tensor for name in names for key, tensor in load_file(path / name).items()}

@@ -3,7 +3,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from lm_architectures.files import UserError
-from lm_architectures.run import models
+from lm_architectures.run import folders, models
 from lm_architectures.settings import make_settings
 
 MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
@@ -24,7 +24,7 @@ def saved_settings(Settings: type, source: str, record: dict, given: dict, first
     record: its config.json. first: the settings FIRST of run_settings.py.
     """
     saved = asdict(make_settings(Settings, record['settings'], f'in {source}/config.json')) | asdict(
-        models.saved_config(record, source))
+        folders.saved_config(record, source))
     free = may_change(record)
     if not first.resume:
         free |= {'extend', 'max_tokens'}
@@ -54,7 +54,7 @@ def inherited_settings(source: str, record: dict, Config: type, first) -> dict:
     """
     if Path(first.out_dir).resolve() == Path(source).resolve():
         raise UserError(f'--init_from and --out_dir are both {source}: set another --out_dir')
-    values = asdict(models.saved_config(record, source))
+    values = asdict(folders.saved_config(record, source))
     theirs, known = models.model_file(record['model'], record['code']).Config, {f.name for f in fields(Config)}
     for name in getattr(theirs, 'defining', ()):
         if values[name] is not None and name not in known:

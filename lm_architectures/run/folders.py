@@ -13,8 +13,8 @@ from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, tokenizer_digest
 from lm_architectures.files import ROOT, UserError, command, read_json, warn_once
 from lm_architectures.run import checkpoint
-from lm_architectures.run.models import given_model, model_file, portable_config
-from lm_architectures.settings import typed
+from lm_architectures.run.models import STORED, code_of, given_model, model_file
+from lm_architectures.settings import make_settings, typed
 
 REQUIRED_KEYS = {  # keys of config.json and their types, besides the other settings of training and of the model
     'model': str, 'settings': dict, 'settings.block_size': int, 'settings.eval_seed': int | None, 'model_config': dict,
@@ -90,6 +90,39 @@ def check_record(record: dict) -> None:
     ends, n_rows = data.get('ends', [data['eos_id']]), data.get('n_rows', data['n_ids'])
     if not ends or not all(type(i) is int and 0 <= i < n_rows for i in ends):
         raise ValueError(f'ends of text are {ends}: expected ids from 0 to {n_rows - 1}')
+
+
+def report_edits(record: dict, folder) -> list[str] | None:
+    """Return the files of a run's model that differ from the run's copies; None without copies.
+
+    Prints a line for each, with both paths.
+    """
+    stored, edited = Path(folder) / STORED, []
+    if record['code'] or not stored.is_dir():
+        return [] if record['code'] else None  # [], because the copies are used
+    for module, (path, text) in code_of(record['model']).items():
+        copy = stored / f'{module}.py'
+        if not copy.is_file() or copy.read_text(encoding='utf-8', errors='replace') != text:
+            edited.append(str(path))
+            warn_once(f'{path} differs from {copy}, with which this run was started: train.py, sample.py, eval.py and '
+                      'lm_architectures.hf.export use that copy with --code=run')
+    return edited
+
+
+def saved_config(record: dict, folder):
+    """Return the model Config in a run's config.json (`record`). Reports code that was edited."""
+    report_edits(record, folder)
+    Config = model_file(record['model'], record['code']).Config
+    return make_settings(Config, record['model_config'], f'in {folder}/config.json')
+
+
+def portable_config(record: dict, folder):
+    """Return a run's `saved_config`, with defaults for kernels, which another machine may lack."""
+    config = saved_config(record, folder)
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name in getattr(config, 'may_change', ()):
+        setattr(config, name, defaults[name])
+    return config
 
 
 def run_data(record: dict, name: str | None, folder=None):

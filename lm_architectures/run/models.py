@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 
 import attn_kernels
-from lm_architectures.files import ROOT, UserError, first_line, warn_once
+from lm_architectures.files import ROOT, UserError, first_line
 from lm_architectures.settings import make_settings
 
 STORED = 'code'  # folder of a run with its model's package
@@ -209,23 +209,6 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
     return module
 
 
-def report_edits(record: dict, folder) -> list[str] | None:
-    """Return the files of a run's model that differ from the run's copies; None without copies.
-
-    Prints a line for each, with both paths.
-    """
-    stored, edited = Path(folder) / STORED, []
-    if record['code'] or not stored.is_dir():
-        return [] if record['code'] else None  # [], because the copies are used
-    for module, (path, text) in code_of(record['model']).items():
-        copy = stored / f'{module}.py'
-        if not copy.is_file() or copy.read_text(encoding='utf-8', errors='replace') != text:
-            edited.append(str(path))
-            warn_once(f'{path} differs from {copy}, with which this run was started: train.py, sample.py, eval.py and '
-                      'lm_architectures.hf.export use that copy with --code=run')
-    return edited
-
-
 # ---- configs and models ----
 
 def make_config(name: str, values: dict, code: str | None = None):
@@ -238,22 +221,6 @@ def make_config(name: str, values: dict, code: str | None = None):
         names = getattr(Config, attribute, ())
         if not isinstance(names, tuple) or not known.issuperset(names):
             raise UserError(f'Config.{attribute} of model {name!r} is {names!r}: expected a tuple of names of settings')
-    return config
-
-
-def saved_config(record: dict, folder):
-    """Return the model Config in a run's config.json (`record`). Reports code that was edited."""
-    report_edits(record, folder)
-    Config = model_file(record['model'], record['code']).Config
-    return make_settings(Config, record['model_config'], f'in {folder}/config.json')
-
-
-def portable_config(record: dict, folder):
-    """Return a run's `saved_config`, with defaults for kernels, which another machine may lack."""
-    config = saved_config(record, folder)
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    for name in getattr(config, 'may_change', ()):
-        setattr(config, name, defaults[name])
     return config
 
 

@@ -22,7 +22,7 @@ import torch
 from lm_architectures import files
 from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, copy_tokenizer
 from lm_architectures.files import UserError, write_file
-from lm_architectures.run.models import STORED, code_of, report_edits
+from lm_architectures.run.models import STORED, code_of
 
 CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported chat model
 BEFORE, MOVING = 'before_', '.before.writing'  # before_1 ...: the runs that --overwrite replaced
@@ -127,6 +127,7 @@ class Records:
             known = self.id_file.read_text() if s.resume and self.id_file.exists() else None
             self.wandb = start_wandb(s, config, known)
         if s.resume:
+            from lm_architectures.run.folders import report_edits
             self.open(report_edits({'model': s.model, 'code': s.code}, s.out_dir))
         else:  # the code as it is now, because it may be edited before the first log line
             code = code_of(s.model, s.code and s.extend)

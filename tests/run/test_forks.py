@@ -130,7 +130,7 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
     train(out, config, f'--data={tiny_data}', *SHORT, *OTHERS, '--rates=-1,2.5', '--kind=b')
     record = json.loads((out / 'config.json').read_text())
     assert record['model'] == record['settings']['model'] == 'mine'
-    values = models.saved_config(folders.read_run(out), out)
+    values = folders.saved_config(folders.read_run(out), out)
     assert (values.gate_bias, values.widths, values.rates, values.kind) == (-2.0, (3, 4), (-1.0, 2.5), 'b')
     shutil.rmtree(checkpoints(out)[0])
     train(out, '--resume', f'--model={mine}', '--widths=3,4', '--gate_bias=-2')

@@ -258,7 +258,7 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
     """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
     torch.manual_seed(s.seed)
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
-        model = models.model_file(s.model, run_settings.code_folder(s)).Model(config).to(machine.device)
+        model = models.model_file(s.model, models.code_folder(s)).Model(config).to(machine.device)
         is_big = models.count_parameters(model) >= 1_000_000  # on CPUs, bf16 pays off from here on
         models.describe(s, model, data)
         machine.dtype = devices.pick_dtype(s.dtype, machine.device.type, is_big)
@@ -385,13 +385,14 @@ def main(argv: list[str] | None = None) -> str:
         s, given, record = run_settings.read_settings(Settings, argv)
         machine = devices.start_processes(s)
         with contextlib.redirect_stdout(sys.stdout if machine.rank == 0 else open(os.devnull, 'w')):
+            data = run_settings.training_data(s, record)
+            config = run_settings.model_config(s, given, data, record)
+            world = s.shard or 1 if s.dry_run and machine.world == 1 else machine.world  # to estimate one of s.shard
+            run_settings.check_settings(s, data, world)
             if s.dry_run:
                 from lm_architectures.run.dry_run import dry_run
-                dry_run(s, given, record, machine)
+                dry_run(s, config, data, world)
             else:
-                data = run_settings.training_data(s, record)
-                config = run_settings.model_config(s, given, data, record)
-                run_settings.check_settings(s, data, machine.world)
                 claim = records.locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():
                     train(s, config, data, record, machine, argv)

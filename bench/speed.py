@@ -35,8 +35,8 @@ from lm_architectures.files import UserError
 from lm_architectures.hf.families import to_family
 from lm_architectures.machine.devices import DType, decoding_dtype, start_processes
 from lm_architectures.run import run_settings
+from lm_architectures.run.dry_run import assumed_data
 from lm_architectures.run.models import count_parameters
-from lm_architectures.run.run_settings import assumed_data
 from lm_architectures.settings import check_ranges
 
 TOY = '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--micro_batch_size=2'

@@ -1,10 +1,13 @@
-"""Dry run of train.py: check the settings, print sizes and costs, estimate a step's GPU memory.
+"""Dry run of train.py: print sizes and costs, and estimate a step's GPU memory.
 
 The estimate runs a step on meta tensors, which have no storage, and counts the bytes they would
 take: `activation_bytes`. Weights, gradients and moments are added.
 """
 import math
+import os
+import shlex
 import weakref
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -12,30 +15,49 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lm_architectures.data import MissingData, open_data
-from lm_architectures.files import first_line
+from lm_architectures.files import ROOT, UserError, first_line
 from lm_architectures.machine.devices import pick_dtype
 from lm_architectures.machine.parallel import gathered_modules
-from lm_architectures.run import models
-from lm_architectures.run.run_settings import assumed_data, check_settings, code_folder, model_config
+from lm_architectures.run import folders, models
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
-def dry_run(s, given: dict, record, machine) -> None:
-    """Check the settings as train.py does, and print memory estimates."""
-    try:
-        data = open_data(s.data)
-    except MissingData:
-        data = assumed_data(s, record)
-        print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
-              f'enough text{data.hint}')
-    config = model_config(s, given, data, record)
-    n_processes = s.shard if s.shard and machine.world == 1 else machine.world  # simulate s.shard processes
-    check_settings(s, data, n_processes)
-    model = models.meta_model(s.model, config, code_folder(s))
+def dry_run(s, config, data, n_processes: int) -> None:
+    """Print the size, cost and memory of a run."""
+    model = meta_model(s.model, config, models.code_folder(s))
     models.describe(s, model, data)
     print_gib(s, model, n_processes)
+
+
+def assumed_data(s, record) -> SimpleNamespace:
+    """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
+
+    Its field `hint` says how to build the data that a config names.
+    """
+    if s.init_from and not record:
+        record = folders.read_run(s.init_from)
+    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
+            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **(record or {}).get('data', {})}
+    options = [f'--tokenizer={like["tokenizer"]}'] * (like['tokenizer'] != 'gpt2') + [
+        f'--out_dir={s.data}', f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')]  # 5% more, for validation
+    make = s.make_data if s.make_data and s.data in s.make_data else (
+        shlex.join(['python', 'prepare_fineweb.py', *options]) if s.data == type(s).data else '')
+    hint = f'. To build it: {make}'.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
+    return SimpleNamespace(**{**like, 'folder': s.data, 'splits': {'train': {'tokens': s.max_tokens}},
+                              'n_rows': lambda split, T: 1, 'hint': hint if make else ''})
+
+
+def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
+    """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
+    try:
+        with torch.device('meta'), models.model_errors(name):
+            return models.model_file(name, code).Model(config)
+    except (RuntimeError, TypeError) as error:
+        if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
+            raise
+        raise UserError(f'model {name!r} is too large, or its __init__ reads a value from a tensor, which fails on the '
+                        f'meta device: {first_line(error)}')
 
 
 def print_gib(s, model, n_processes: int) -> None:

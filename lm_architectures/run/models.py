@@ -96,6 +96,11 @@ def find_file(name: str, code: str | None = None) -> Path:
                     f'lm_architectures.hf.export). Models here: {", ".join(sorted(known))}')
 
 
+def code_folder(s) -> str | None:
+    """Return the run whose copy of the code is trained, or None. Not s.init_from, the source."""
+    return (s.out_dir if s.resume else s.extend) if s.code else None
+
+
 # ---- packages ----
 
 def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
@@ -234,18 +239,6 @@ def model_errors(name: str) -> Iterator[None]:
         if isinstance(error, UserError) or not last.line.startswith('raise ') or 'site-packages' in last.filename:
             raise
         raise UserError(f'model {name!r} cannot run here: {error}')
-
-
-def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
-    """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
-    try:
-        with torch.device('meta'), model_errors(name):
-            return model_file(name, code).Model(config)
-    except (RuntimeError, TypeError) as error:
-        if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
-            raise
-        raise UserError(f'model {name!r} is too large, or its __init__ reads a value from a tensor, which fails on the '
-                        f'meta device: {first_line(error)}')
 
 
 def count_parameters(model: torch.nn.Module) -> int:

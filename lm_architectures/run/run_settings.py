@@ -6,16 +6,14 @@
 train.py calls `read_settings` and `training_data`; with the data, `model_config` and
 `check_settings`.
 """
-import os
 import re
-import shlex
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 from lm_architectures.data import MissingData, open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
-from lm_architectures.files import ROOT, UserError, command
+from lm_architectures.files import UserError, command
 from lm_architectures.machine.devices import ranks
 from lm_architectures.run import models
 from lm_architectures.settings import HERE, convert, parse_args, print_help, read_config_file
@@ -84,38 +82,19 @@ def names_of(Settings: type) -> set[str]:
 # ---- the data, and the model's Config ----
 
 def training_data(s, record):
-    """Open the data of a run. UserError if there are none."""
+    """Open the data of a run. UserError if there are none, but a dry run gets a stand-in."""
     try:
         data = open_data(s.data)
     except MissingData as error:
-        raise UserError(f'{error}{assumed_data(s, record).hint}')
-    if s.verify:
+        from lm_architectures.run.dry_run import assumed_data
+        data = assumed_data(s, record)
+        if not s.dry_run:
+            raise UserError(f'{error}{data.hint}')
+        print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
+              f'enough text{data.hint}')
+    if s.verify and not s.dry_run:
         data.verify()
     return data
-
-
-def assumed_data(s, record) -> SimpleNamespace:
-    """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
-
-    Its field `hint` says how to build the data that a config names.
-    """
-    if s.init_from and not record:
-        from lm_architectures.run import folders
-        record = folders.read_run(s.init_from)
-    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
-            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **(record or {}).get('data', {})}
-    options = [f'--tokenizer={like["tokenizer"]}'] * (like['tokenizer'] != 'gpt2') + [
-        f'--out_dir={s.data}', f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')]  # 5% more, for validation
-    make = s.make_data if s.make_data and s.data in s.make_data else (
-        shlex.join(['python', 'prepare_fineweb.py', *options]) if s.data == type(s).data else '')
-    hint = f'. To build it: {make}'.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
-    return SimpleNamespace(**{**like, 'folder': s.data, 'splits': {'train': {'tokens': s.max_tokens}},
-                              'n_rows': lambda split, T: 1, 'hint': hint if make else ''})
-
-
-def code_folder(s) -> str | None:
-    """Return the run whose copy of the code is trained, or None. Not s.init_from, the source."""
-    return (s.out_dir if s.resume else s.extend) if s.code else None
 
 
 def model_config(s, given, data, record):
@@ -131,12 +110,12 @@ def model_config(s, given, data, record):
                         'out n_ids')
     eos_id = data.eos_id if s.mask_documents else None
     vocabulary = {'vocab_size': padded_vocab(data.n_ids), 'n_ids': data.n_ids, 'eos_id': eos_id}
-    Config = models.model_file(s.model, code_folder(s)).Config
+    Config = models.model_file(s.model, models.code_folder(s)).Config
     shared = {name: getattr(s, name) for name in getattr(Config, 'shared', ()) if hasattr(s, name)}
     if clash := {f.name for f in fields(Config)} & {f.name for f in fields(s)} - shared.keys():
         raise UserError(f'the Config of model {s.model!r} has {min(clash)}, which is a setting of train.py: rename it, '
                         'or list it in Config.shared to get the value of that setting')
-    return models.make_config(s.model, vocabulary | shared | given, code_folder(s))
+    return models.make_config(s.model, vocabulary | shared | given, models.code_folder(s))
 
 
 # ---- checks and messages ----

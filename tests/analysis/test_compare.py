@@ -14,7 +14,7 @@ from analysis import commands, compare
 from analysis.compare import Method
 from analysis.runs import read_runs
 from lm_architectures.files import UserError
-from lm_architectures.run.models import meta_model
+from lm_architectures.run.dry_run import meta_model
 from model_gpn import Config
 
 BUDGET = ['--max_tokens=800', '--warmup_tokens=80', '--dtype=float32']

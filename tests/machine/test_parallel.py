@@ -16,7 +16,7 @@ from lm_architectures.data import open_data
 from lm_architectures.files import UserError
 from lm_architectures.machine import devices
 from lm_architectures.machine.parallel import full_tensor, shard_model
-from lm_architectures.run import checkpoint, models, run_settings
+from lm_architectures.run import checkpoint, dry_run, models, run_settings
 
 STEPS = 50
 MODELS = {
@@ -194,7 +194,7 @@ def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--gpu_gib=1']
     in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
-    model = models.meta_model('standard', models.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
+    model = dry_run.meta_model('standard', models.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
     held = 16 * (outside + 3 * block) / 64 + 12 * (outside + 2 * block)
     assert f'{held / 2**30:.2f} GiB for weights, gradients and moments (1/64, and what FSDP gathers)' in in_parts

@@ -33,7 +33,7 @@ from lm_architectures.data.text.writing import write_data
 from lm_architectures.files import UserError
 from lm_architectures.machine import devices
 from lm_architectures.run import checkpoint, folders, models, records, run_settings
-from lm_architectures.run.dry_run import LiveBytes, activation_bytes
+from lm_architectures.run.dry_run import LiveBytes, activation_bytes, meta_model
 from lm_architectures.score.validation import validation_loss
 
 
@@ -321,7 +321,7 @@ def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values, rows, 
     """The estimate from meta tensors is within 10% of the peak of a real step with a GPU's loss."""
     T = 64
     c = models.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
-    estimate = activation_bytes(models.meta_model(name, c), torch.float32, T, rows)
+    estimate = activation_bytes(meta_model(name, c), torch.float32, T, rows)
     model, idx = models.model_file(name).Model(c), torch.randint(0, 257, (rows, T))
     monkeypatch.setattr(F, 'cross_entropy', fused_cross_entropy)
     monkeypatch.setattr(attn_kernels, 'CPU_CHUNK', attn_kernels.GPU_CHUNK)

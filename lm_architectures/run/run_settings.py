@@ -52,8 +52,9 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     first.model, first.out_dir = models.given_model(first.model), out_dir()  # the model may be given as a path
     Config = models.model_file(first.model, source if continues and first.code else None).Config
     if 'model' in file and 'model' in line:  # then settings that only the file's model has are left out
-        other = models.model_file(models.given_model(file['model'])).Config
-        file = only({*file} - names_of(other) | names_of(Config) | {*default}, file)
+        theirs = models.model_file(models.given_model(file['model'])).Config
+        foreign = {f.name for f in fields(theirs)} - {f.name for f in fields(Config)} - default.keys()
+        file = only(file.keys() - foreign, file)
     if wants_help:
         print_help(Settings, Config)
     this, saved = {'model': first.model, 'out_dir': first.out_dir}, {}
@@ -73,10 +74,6 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
 def only(names, values: dict) -> dict:
     """Return the values with these names."""
     return {name: value for name, value in values.items() if name in names}
-
-
-def names_of(Settings: type) -> set[str]:
-    return {f.name for f in fields(Settings)}
 
 
 # ---- the data, and the model's Config ----

@@ -11,18 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    STEP_TOKENS,
-    TINY,
-    assert_sentence,
-    config_json,
-    losses,
-    run,
-    run_subprocess,
-    start_training,
-    succeeded,
-    train_tiny,
-)
+from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, config_json, losses, run, run_subprocess, succeeded
+from conftest import start_training, train_tiny
 
 import attn_kernels
 import train
@@ -332,7 +322,7 @@ def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values, rows, 
 
 
 @pytest.mark.slow
-def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(tmp_path, monkeypatch):
+def test_a_dry_run_without_data_prints_assumptions_how_to_make_the_data_and_whether_a_step_fits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = [*TINY, '--out_dir=out', '--max_tokens=1e6', '--warmup_tokens=950_000', '--dry_run']
     result = succeeded(run('train.py', *args, '--gpu_gib=4'))
@@ -343,6 +333,8 @@ def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(t
         assert part in result.stdout
     small = run('train.py', *args, '--gpu_gib=0.0001', '--assumed_ids=300').stdout
     assert 'a step does not fit 0.0001 GiB' in small and 'vocabulary of 300 ids' in small
+    shown = run('train.py', ROOT / 'config/gpn/gpn_130m.py', '--dry_run').stdout
+    assert '129,151,902 parameters' in shown and gpn_130m.make_data.partition('prepare_fineweb.py')[2] in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -352,12 +344,6 @@ def test_a_dry_run_without_data_prints_its_assumptions_and_whether_a_step_fits(t
 def test_every_sps_config_is_estimated_to_fit_80_gib(method, scale):
     result = run('train.py', f'config/{method}_{scale}.py', '--dry_run', '--gpu_gib=80')
     assert 'a step fits 80 GiB' in result.stdout, result.stdout + result.stderr
-
-
-@pytest.mark.slow
-def test_a_dry_run_prints_the_command_that_makes_the_data_of_its_config():
-    shown = run('train.py', 'config/gpn/gpn_130m.py', '--dry_run').stdout
-    assert '129,151,902 parameters' in shown and gpn_130m.make_data in shown
 
 
 def test_a_validation_window_without_a_counted_token_is_left_out():

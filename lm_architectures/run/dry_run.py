@@ -30,36 +30,6 @@ def dry_run(s, config, data, n_processes: int) -> None:
     print_gib(s, model, n_processes)
 
 
-def assumed_data(s, record) -> SimpleNamespace:
-    """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
-
-    Its field `hint` says how to build the data that a config names.
-    """
-    if s.init_from and not record:
-        record = folders.read_run(s.init_from)
-    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
-            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **(record or {}).get('data', {})}
-    options = [f'--tokenizer={like["tokenizer"]}'] * (like['tokenizer'] != 'gpt2') + [
-        f'--out_dir={s.data}', f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')]  # 5% more, for validation
-    make = s.make_data if s.make_data and s.data in s.make_data else (
-        shlex.join(['python', 'prepare_fineweb.py', *options]) if s.data == type(s).data else '')
-    hint = f'. To build it: {make}'.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
-    return SimpleNamespace(**{**like, 'folder': s.data, 'splits': {'train': {'tokens': s.max_tokens}},
-                              'n_rows': lambda split, T: 1, 'hint': hint if make else ''})
-
-
-def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
-    """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
-    try:
-        with torch.device('meta'), models.model_errors(name):
-            return models.model_file(name, code).Model(config)
-    except (RuntimeError, TypeError) as error:
-        if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
-            raise
-        raise UserError(f'model {name!r} is too large, or its __init__ reads a value from a tensor, which fails on the '
-                        f'meta device: {first_line(error)}')
-
-
 def print_gib(s, model, n_processes: int) -> None:
     """Print the estimated GPU memory per process, and whether it fits into s.gpu_gib GiB.
 
@@ -87,6 +57,38 @@ def print_gib(s, model, n_processes: int) -> None:
           f'products in {str(dtype)[6:]}')
     if s.gpu_gib is not None:  # 5% are for the driver and fragmentation
         print(f'a step {"fits" if needed <= 0.95 * s.gpu_gib * 2 ** 30 else "does not fit"} {s.gpu_gib:g} GiB')
+
+
+# ---- a model without weights, data that do not exist ----
+
+def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
+    """Return a model on the meta device, for names, shapes, costs. UserError if impossible."""
+    try:
+        with torch.device('meta'), models.model_errors(name):
+            return models.model_file(name, code).Model(config)
+    except (RuntimeError, TypeError) as error:
+        if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
+            raise
+        raise UserError(f'model {name!r} is too large, or its __init__ reads a value from a tensor, which fails on the '
+                        f'meta device: {first_line(error)}')
+
+
+def assumed_data(s, record) -> SimpleNamespace:
+    """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
+
+    Its field `hint` says how to build the data that a config names.
+    """
+    if s.init_from and not record:
+        record = folders.read_run(s.init_from)
+    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
+            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **(record or {}).get('data', {})}
+    options = [f'--tokenizer={like["tokenizer"]}'] * (like['tokenizer'] != 'gpt2') + [
+        f'--out_dir={s.data}', f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')]  # 5% more, for validation
+    make = s.make_data if s.make_data and s.data in s.make_data else (
+        shlex.join(['python', 'prepare_fineweb.py', *options]) if s.data == type(s).data else '')
+    hint = f'. To build it: {make}'.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
+    return SimpleNamespace(**{**like, 'folder': s.data, 'splits': {'train': {'tokens': s.max_tokens}},
+                              'n_rows': lambda split, T: 1, 'hint': hint if make else ''})
 
 
 # ---- the bytes of a step on meta tensors ----

@@ -25,24 +25,7 @@ OPTIONAL_KEYS = {  # imported runs lack some of them, other runs lack others
     'data.ends': list, 'data.n_rows': int, 'versions.processes': int}
 
 
-def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str | None = None,
-             model: str | None = None) -> tuple:
-    """Load a trained run from its newest undamaged checkpoint.
-
-    Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32. code:
-    see `read_run`. model: path of the model's file, if the user gave one; UserError for another's.
-    """
-    given, record = given_model(model or ''), read_run(folder, code)
-    if model and given != record['model']:
-        raise UserError(f'{folder} is a run of the model {record["model"]!r}: {model} is not its file')
-    if torch.device(device).type == 'cuda':
-        from lm_architectures.machine.compiling import set_compiler_options
-        set_compiler_options()  # attention, and GPN's gates, are compiled for each shape
-    model = model_file(record['model'], record['code']).Model(portable_config(record, folder))
-    state, tensors = checkpoint.load_checkpoint(folder)
-    checkpoint.load_weights(model, tensors, folder)
-    return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
-
+# ---- config.json ----
 
 def read_run(folder, code: str | None = None) -> dict:
     """Return config.json of a run folder. UserError if it is missing or damaged.
@@ -92,6 +75,8 @@ def check_record(record: dict) -> None:
         raise ValueError(f'ends of text are {ends}: expected ids from 0 to {n_rows - 1}')
 
 
+# ---- the code and the model ----
+
 def report_edits(record: dict, folder) -> list[str] | None:
     """Return the files of a run's model that differ from the run's copies; None without copies.
 
@@ -124,6 +109,27 @@ def portable_config(record: dict, folder):
         setattr(config, name, defaults[name])
     return config
 
+
+def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str | None = None,
+             model: str | None = None) -> tuple:
+    """Load a trained run from its newest undamaged checkpoint.
+
+    Returns (model in eval mode, config.json plus the checkpoint's 'step'). dtype None: fp32. code:
+    see `read_run`. model: path of the model's file, if the user gave one; UserError for another's.
+    """
+    given, record = given_model(model or ''), read_run(folder, code)
+    if model and given != record['model']:
+        raise UserError(f'{folder} is a run of the model {record["model"]!r}: {model} is not its file')
+    if torch.device(device).type == 'cuda':
+        from lm_architectures.machine.compiling import set_compiler_options
+        set_compiler_options()  # attention, and GPN's gates, are compiled for each shape
+    model = model_file(record['model'], record['code']).Model(portable_config(record, folder))
+    state, tensors = checkpoint.load_checkpoint(folder)
+    checkpoint.load_weights(model, tensors, folder)
+    return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
+
+
+# ---- the data ----
 
 def run_data(record: dict, name: str | None, folder=None):
     """Return the data `name`, or the run's own: Data, or Generated for a task.

@@ -104,10 +104,8 @@ def saved_config(record: dict, folder):
 def portable_config(record: dict, folder):
     """Return a run's `saved_config`, with defaults for kernels, which another machine may lack."""
     config = saved_config(record, folder)
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    for name in getattr(config, 'may_change', ()):
-        setattr(config, name, defaults[name])
-    return config
+    kernels = [f for f in dataclasses.fields(config) if f.name in getattr(config, 'may_change', ())]
+    return dataclasses.replace(config, **{f.name: f.default for f in kernels})
 
 
 def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str | None = None,

@@ -281,14 +281,12 @@ def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine
     def _logits(self, h):
         return power * super()._logits(h)
 """).replace('import dataclass\n', 'import dataclass\nfrom my_layers import power\n'))
-    command = f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS
-    for power, folder in ((1, tmp_path / 'first'), (2, out)):
-        helper.write_text(f'power = {power}')
-        train(folder, *command)
-    first, second = (records.read_log(folder)[-1]['loss'] for folder in (tmp_path / 'first', out))
-    assert first != second and (out / 'code/my_layers.py').read_text() == 'power = 2'
-    sampled = run('sample.py', tmp_path / 'first', 'ab', '--max_new_tokens=2', f'--model={mine}')
-    assert f'{helper} differs from {tmp_path}/first/code/my_layers.py' in succeeded(sampled).stderr
+    helper.write_text('power = 1')
+    train(out, f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
+    assert (out / 'code/my_layers.py').read_text() == 'power = 1'
+    helper.write_text('power = 2')
+    sampled = run('sample.py', out, 'ab', '--max_new_tokens=2', f'--model={mine}')
+    assert f'{helper} differs from {out}/code/my_layers.py' in succeeded(sampled).stderr
     (tmp_path / 'evil.py').write_text(HOSTILE)
     cached = importlib.util.cache_from_source(str(out / 'code/model_mine.py'))
     never_checked = py_compile.PycInvalidationMode.UNCHECKED_HASH

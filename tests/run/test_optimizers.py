@@ -1,4 +1,4 @@
-"""Any optimizer: a non-finite gradient changes nothing, training resumes bitwise; Muon's shares."""
+"""Any optimizer: a non-finite gradient changes nothing, training resumes bitwise; Muon's share."""
 import copy
 
 import pytest
@@ -37,6 +37,8 @@ OPTIMIZERS = {
 def make(name):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+    model.register_buffer('saved', torch.zeros(3))
+    model.register_buffer('scratch', torch.zeros(3), persistent=False)
     if name == 'Muon':
         return model, train.make_optimizer(model, train.Settings(optimizer='muon', learning_rate=0.01))
     return model, OPTIMIZERS[name](model.parameters())
@@ -62,6 +64,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_training_resumes_bitwise(
     model, optimizer = make(name)
     for seed in range(3):
         step(model, optimizer, seed)
+    model.saved.add_(1)
+    model.scratch.add_(1)
     before = copy.deepcopy([model.state_dict(), *optimizer.state.values()])
     step(model, optimizer, 3, torch.nan)
     for got, want in zip([model.state_dict(), *optimizer.state.values()], before):
@@ -70,6 +74,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_training_resumes_bitwise(
     checkpoint.save_training(tmp_path, model, optimizer, 3, 1.5, keep=2)
     again, its_optimizer = make(name)
     assert checkpoint.restore_training(tmp_path, again, its_optimizer) == (3, 1.5)
+    assert again.saved.equal(model.saved) and not again.scratch.any()  # buffers
     for seed in range(4, 6):
         step(model, optimizer, seed)
         step(again, its_optimizer, seed)

@@ -263,21 +263,6 @@ def test_logged_parts_of_the_loss_equal_those_of_eval(tiny_data, tmp_path, monke
     assert judged['nats_per_token'] == pytest.approx(last['val'], rel=1e-5)
 
 
-# ---- buffers ----
-
-def test_buffers_are_saved_with_the_weights(tmp_path):
-    class WithBuffers(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(3, 2)
-            self.register_buffer('seen', torch.rand(4))
-            self.register_buffer('scratch', torch.rand(4), persistent=False)
-    model, other = WithBuffers(), WithBuffers()
-    checkpoint.save_training(tmp_path, model, torch.optim.AdamW(model.parameters()), 3, 1.0, keep=2)
-    assert checkpoint.restore_training(tmp_path, other, torch.optim.AdamW(other.parameters())) == (3, 1.0)
-    assert torch.equal(other.weight, model.weight) and torch.equal(other.seen, model.seen)
-    assert not torch.equal(other.scratch, model.scratch)
-
-
 # ---- memory estimates and dry runs ----
 
 class CrossEntropies(torch.autograd.Function):

@@ -76,7 +76,8 @@ def test_runs_that_cannot_be_extended_give_a_clear_error(short, tmp_path):
 def test_init_from_takes_over_what_both_models_mean_alike(source, target, taken, tmp_path, monkeypatch):
     """A copy of model_sps.py behaves like the original."""
     model_file = models.model_file
-    monkeypatch.setattr(models, 'model_file', lambda name, code=None: model_file('sps' if name == 'fork' else name))
+    for module in (models, folders):
+        monkeypatch.setattr(module, 'model_file', lambda name, *_: model_file('sps' if name == 'fork' else name))
     config = models.make_config(source, {'n_head': 2, 'n_embd': 16, 'window': 7, 'norm_eps': 1e-3})
     record = {'model': source, 'code': None, 'model_config': dataclasses.asdict(config)}
     monkeypatch.setattr(folders, 'read_run', lambda folder, code: record)

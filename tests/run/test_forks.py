@@ -227,7 +227,7 @@ def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
     for line, sentence in (("may_change = 'kind'", "Config.may_change of model 'mine' is 'kind': expected a tuple"),
                            ("shared = 'blok_size',", "Config.shared of model 'mine' is ('blok_size',)"),
                            ('gpu_gib: float = 1.0', 'has gpu_gib, which is a setting of train.py'),
-                           ('pair: tuple[int, float] = (1, 2)', 'expected tuple[X, ...]')):
+                           ('pair: tuple[int, float] = (1, 2)', 'expected the type tuple[X, ...]')):
         mine.write_text(MINE.replace('    kind:', f'    {line}\n    kind:'))
         assert_sentence(run(*start, f'--model={mine}'), sentence)
 

@@ -387,7 +387,7 @@ def main(argv: list[str] | None = None) -> str:
         with contextlib.redirect_stdout(sys.stdout if machine.rank == 0 else open(os.devnull, 'w')):
             data = run_settings.training_data(s, record)
             config = run_settings.model_config(s, given, data, record)
-            world = s.shard or 1 if s.dry_run and machine.world == 1 else machine.world  # to estimate one of s.shard
+            world = machine.world if machine.world > 1 or not s.dry_run else s.shard or 1  # estimates one of s.shard
             run_settings.check_settings(s, data, world)
             if s.dry_run:
                 from lm_architectures.run.dry_run import dry_run

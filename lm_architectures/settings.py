@@ -130,10 +130,13 @@ def fit(value, kind):
     elif kind in (int, float):
         if type(value) in (int, float) and abs(value) <= LARGEST and kind(value) == value:
             return kind(value)
-    elif kind is str or origin is typing.Literal:
-        value = str(value) if isinstance(value, Text) else value
-        if type(value) is str if kind is str else any(value == a and type(value) is type(a) for a in args):
-            return value
+    elif origin is typing.Literal:
+        plain = str(value) if isinstance(value, Text) else value
+        if any(plain == choice and type(plain) is type(choice) for choice in args):
+            return plain
+    elif kind is str:
+        if isinstance(value, str):
+            return str(value)
     elif type(value) is kind:
         return value
     raise ValueError(value)

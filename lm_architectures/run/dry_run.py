@@ -24,17 +24,12 @@ PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Ten
 
 
 def dry_run(s, config, data, n_processes: int) -> None:
-    """Print the size, cost and memory of a run."""
+    """Print the size and cost of a run, its GPU memory per process, and whether s.gpu_gib suffice.
+
+    n_processes: they share the weights with parallel = fsdp.
+    """
     model = meta_model(s.model, config, models.code_folder(s))
     models.describe(s, model, data)
-    print_gib(s, model, n_processes)
-
-
-def print_gib(s, model, n_processes: int) -> None:
-    """Print the estimated GPU memory per process, and whether it fits into s.gpu_gib GiB.
-
-    model: on the meta device. n_processes: they share the weights with parallel = fsdp.
-    """
     most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
     n_rows, n_params = min(s.micro_batch_size, most), models.count_parameters(model)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1

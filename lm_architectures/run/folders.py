@@ -173,15 +173,10 @@ def check_data(s, record, data) -> None:
 
 # ---- weights to start from ----
 
-def has_checkpoint(s) -> bool:
-    """Return True if the run is resumed from a checkpoint of its own."""
-    return s.resume and any(Path(s.out_dir).glob('ckpt/step_*'))
-
-
 def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
     """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""
     source, up_to, log = s.out_dir, None, Path(s.out_dir) / 'log.jsonl'
-    if not has_checkpoint(s):
+    if not (s.resume and checkpoint.checkpoints(source)):
         if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
             raise UserError(f'{source} has no checkpoint, but its log lists one: copy {source}/ckpt back, or '
                             'repeat the command that started it, with --overwrite')
@@ -197,7 +192,7 @@ def load_initial_weights(s, model: torch.nn.Module, idx: torch.Tensor) -> None:
 
     If the model's `adopt` adds new weights, check on idx (B, T) that the logits are unchanged.
     """
-    if s.extend or has_checkpoint(s):
+    if s.extend or s.resume and checkpoint.checkpoints(s.out_dir):
         return
     source = s.init_from
     state, tensors = checkpoint.load_checkpoint(source)

@@ -3,7 +3,7 @@ import inspect
 import io
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,12 +12,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analysis.runs import labeled, named, read_runs
+from analysis.runs import labeled, named, read_runs, usable
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once, write_file
 from lm_architectures.machine.devices import Device, pick_device, pick_dtype
 from lm_architectures.run.folders import load_run, run_data
 from lm_architectures.run.models import add_file
+from lm_architectures.run.run_settings import check_windows
 from lm_architectures.settings import check_ranges, load_settings
 
 BAND = 'Line: mean over seeds\nBand: lowest to highest seed'  # legend title of `draw` with bands
@@ -72,11 +73,33 @@ def load(folder: str, s: ModelSettings) -> tuple:
     return model, run_data(record, s.data, folder), record
 
 
+def measured(runs: pd.DataFrame, measure: Callable) -> pd.DataFrame:
+    """Return the rows of measure(folder) of each run, after the run's label and folder.
+
+    Runs for which it raises UserError are left out and named.
+    """
+    def rows_of(run):
+        rows = pd.DataFrame(measure(run.folder), dtype=object)
+        rows.insert(0, 'run', run.folder)
+        rows.insert(0, 'label', run.label)
+        return rows
+    return pd.concat(usable(runs.itertuples(), rows_of), ignore_index=True).infer_objects()
+
+
 def require(model, folder: str, *methods: str) -> None:
     """Raise UserError unless the model of a run has these methods."""
     if missing := [name for name in methods if not hasattr(model, name)]:
         name = type(model).__module__.rpartition('.')[2]
         raise UserError(f'{folder} cannot be analyzed: {name} has no {missing[0]} (needed: {", ".join(methods)})')
+
+
+def val_windows(data, T: int, n_tokens: int, batch_size: int, device) -> Iterator[tuple]:
+    """Yield (idx, targets) (B, T) of the first validation windows with about n_tokens in total."""
+    check_windows(data, T)
+    n = min(data.n_rows('val', T), max(1, n_tokens // T))
+    for start in range(0, n, batch_size):
+        idx, targets = data.val_batch(range(start, min(n, start + batch_size)), T)
+        yield idx.to(device), targets.to(device)
 
 
 def autocast(dtype: str, device: torch.device):
@@ -144,22 +167,19 @@ def gap_text(mean, low, high) -> str:
 
 # ---- plots ----
 
-def new_figure(title: str, n: int = 1, size: tuple = (8.5, 4.5), columns: int = 4, **kwargs) -> tuple:
-    """Return (figure, n axes of this size in inches), at most `columns` in a row. Needs no display.
-
-    kwargs: of Figure.subplots.
-    """
+def new_figure(title: str, n: int = 1, size: tuple = (8.5, 4.5)) -> tuple:
+    """Return (figure, n axes of this size in inches), at most 4 in a row. Needs no display."""
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'axes.titlesize': 'medium',
                                 'axes.formatter.min_exponent': 5,  # log axes: 0.01 and 100, not powers of ten
                                 'xtick.labelsize': 'small', 'ytick.labelsize': 'small',
                                 'legend.frameon': False, 'legend.title_fontsize': 'small'})
-    columns, (width, height) = min(columns, n), size
+    columns, (width, height) = min(4, n), size
     rows = -(-n // columns)
     figure = Figure((width * columns, height * rows), layout='constrained')
     figure.suptitle(title)
-    axes = figure.subplots(rows, columns, squeeze=False, **kwargs)
+    axes = figure.subplots(rows, columns, squeeze=False)
     for unused in axes.flat[n:]:
         unused.set_axis_off()
     return figure, axes.flat[:n]

@@ -9,6 +9,7 @@ in the seed have the same label.
 """
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,22 +37,30 @@ TASK_OPTIONS = 'num_fewshot', *TEXT_OPTIONS  # those that affect a task of lm-ev
 
 # ---- a row for each run ----
 
+def usable(items, function: Callable) -> list:
+    """Return [function(item), ...] without the items for which it fails, and name these.
+
+    If it fails for all items, the first error is raised.
+    """
+    found, errors = [], []
+    for item in items:
+        try:
+            found.append(function(item))
+        except (UserError, OSError) as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    for error in errors:
+        warn_once(f'left out: {error}')
+    return found
+
+
 def read_runs(folders, code: str | None = None) -> pd.DataFrame:
     """Return a row for each run: its settings and MEASURED. Runs that cannot be read are left out.
 
     code: 'run' for the model's code as stored in the runs, None for today's.
     """
-    rows, errors = [], []
-    for folder in folders:
-        try:
-            rows.append(run_row(str(folder), code))
-        except (UserError, OSError) as error:
-            errors.append(error)
-    if not rows:
-        raise errors[0]
-    for error in errors:
-        warn_once(f'left out: {error}')
-    runs = pd.DataFrame(rows, dtype=object)
+    runs = pd.DataFrame(usable(folders, lambda folder: run_row(str(folder), code)), dtype=object)
     if runs.sha256.nunique() > 1:
         warn_once('these runs have different data: their losses in nats per token cannot be compared')
     return runs
@@ -208,6 +217,12 @@ def interval(values: pd.Series) -> pd.Series:
 def by_seed(runs: pd.DataFrame, value: str = 'loss') -> pd.DataFrame:
     """Return one value of all runs: a row for each seed, a column for each label."""
     return runs.pivot(index='seed', columns='label', values=value)[[*dict.fromkeys(runs.label)]]
+
+
+def averaged(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
+    """Return mean, lowest, highest and number of seeds of a value, for each group of rows."""
+    groups = rows.groupby(by, sort=False)[value]
+    return groups.agg(mean='mean', lowest='min', highest='max', seeds='size').reset_index()
 
 
 def compared(runs: pd.DataFrame, value: str = 'loss', first: str | None = None) -> pd.DataFrame:

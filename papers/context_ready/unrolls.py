@@ -22,7 +22,6 @@ import pandas as pd
 import torch
 
 from analysis import figures
-from lm_architectures.run.run_settings import check_windows
 from lm_architectures.score.scoring import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -36,7 +35,7 @@ class Settings(figures.ModelSettings):
 
 
 @torch.no_grad()
-def measure(model, idx, targets):
+def unrolled(model, idx, targets):
     """Return ({K or 'sequential': nats per token}, moves, unrolls of a prefill) of a batch (B, T).
 
     moves (3, B, T): norms of c_K - c_(K-1), c_(K-1) - c_(K-2) and c_(K-1).
@@ -53,7 +52,7 @@ def measure(model, idx, targets):
         if K - 2 <= k <= K:
             corrections.append(model.correct(z.roll(1, 1), e, starts))  # z_{t-1}; t = 0 starts a document
     first, second, last = corrections
-    moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)])
+    moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)]).cpu()
     nll['sequential'] = model.nll(model.stream(idx), targets).item()
     _, n_unrolls = model._fixed_point(torch.ones_like(idx, dtype=torch.bool), *model._sequence(idx))
     return nll, moves, n_unrolls
@@ -70,32 +69,24 @@ def contraction(moves):
     return {name: round(float(value), 3) for name, value in zip(ESTIMATES, values)}
 
 
-def row_of(folder: str, s: Settings) -> dict:
+def measure(folder: str, s: Settings) -> list[dict]:
     """Return the row of a run in the table."""
     model, data, record = figures.load(folder, s)
     figures.require(model, folder, 'prepare', 'iterates', 'correct', 'stream', 'nll')
-    c, T = model.config, record['settings']['block_size']
-    check_windows(data, T)
-    windows = range(min(data.n_rows('val', T), max(1, s.tokens // T)))
-    counts, nats, moves, unrolls = [], [], [], []
-    for a in range(0, len(windows), s.batch_size):
-        idx, targets = (x.to(model.head.weight.device) for x in data.val_batch(windows[a:a + s.batch_size], T))
+    c, T, counts, found = model.config, record['settings']['block_size'], [], []
+    for idx, targets in figures.val_windows(data, T, s.tokens, s.batch_size, model.head.weight.device):
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
-        nll, moved, used = measure(model, idx, targets)
         counts.append(int((targets >= 0).sum()))
-        nats.append(nll)
-        moves.append(moved.cpu())
-        unrolls.append(used)
-    perplexities = {k: perplexity(np.average([nll[k] for nll in nats], weights=counts)) for k in nats[0]}
-    variant = 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant
-    row = {'run': folder, 'variant': variant, 'D': c.n_layer, 'C': c.n_embd,
-           'C/N': round(c.n_embd / c.n_layer), 'T': T, 'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min}
-    row |= {f'K={k}': round(perplexities[k], 3) if k in perplexities else '' for k in DEPTHS}
-    row |= {'sequential': round(perplexities['sequential'], 3),
-            'K=1 - K=5': round(row['K=1'] - row['K=5'], 3) if c.K > 1 else '',
-            **contraction(torch.cat(moves, 1)), 'prefill_unrolls': max(unrolls), **costs(model)}
-    return row
+        found.append(unrolled(model, idx, targets))
+    nats, moves, n_unrolls = zip(*found)
+    perplexities = {k: round(perplexity(np.average([nll[k] for nll in nats], weights=counts)), 3) for k in nats[0]}
+    return [{
+        'variant': 'roformer' if c.K == 1 and c.variant != 'extra_ffn' else c.variant, 'D': c.n_layer, 'C': c.n_embd,
+        'C/N': round(c.n_embd / c.n_layer), 'T': T, 'K': 'bptt' if c.bptt else c.K, 'k_min': c.k_min or '',
+        **{f'K={k}': perplexities.get(k, '') for k in DEPTHS}, 'sequential': perplexities['sequential'],
+        'K=1 - K=5': round(perplexities[1] - perplexities[5], 3) if c.K > 1 else '',
+        **contraction(torch.cat(moves, 1)), 'prefill_unrolls': max(n_unrolls), **costs(model)}]
 
 
 def costs(model):
@@ -107,13 +98,12 @@ def costs(model):
             'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
-def plot(rows, names):
+def plot(rows: pd.DataFrame):
     figure, (axes,) = figures.new_figure('Context-Ready: perplexity by parallel unrolls')
-    style_of = figures.styles(names)
-    for name, row in zip(names, rows):
+    for i, row in rows.iterrows():
         points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
-        axes.plot(*zip(*points), marker='o', markersize=5, label=name, **style_of[name])
-        axes.axhline(row['sequential'], color=style_of[name]['color'], linestyle=':', linewidth=1)
+        axes.plot(*zip(*points), marker='o', markersize=5, label=row.label, color=f'C{i}')
+        axes.axhline(row.sequential, color=f'C{i}', linestyle=':', linewidth=1)
     axes.set(xlabel='parallel unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
              xticklabels=DEPTHS)
     axes.xaxis.minorticks_off()
@@ -123,9 +113,10 @@ def plot(rows, names):
 
 @figures.script(Settings, one_by_one=True)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = [row_of(folder, s) for folder in runs.folder]
-    figures.show(rows)
-    return {'.csv': pd.DataFrame(rows, dtype=object), '.png': plot(rows, runs.label)}
+    rows = figures.measured(runs, lambda folder: measure(folder, s))
+    found = rows.drop(columns='label')
+    figures.show(found)
+    return {'.csv': found, '.png': plot(rows)}
 
 
 if __name__ == '__main__':

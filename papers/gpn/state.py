@@ -135,15 +135,24 @@ def evaluate(model, batches, **edits):
     return torch.cat(nats), float(torch.stack(lengths).mean())
 
 
+def numbers(part, values):
+    """Return CSV rows of {name: number}."""
+    return [(part, name, '', value if isinstance(value, int) else float(value)) for name, value in values.items()]
+
+
+def curve(part, name, xs, values):
+    """Return CSV rows of a value at each x."""
+    return [(part, name, x, float(value)) for x, value in zip(xs, values)]
+
+
 def geometry_rows(states):
     """Return CSV rows of the `geometry` of states (B, T, C)."""
-    numbers, deviation, share, correlation = geometry(states.flatten(0, 1))
-    rows = [('geometry', name, '', v) for name, v in numbers.items()]
-    rows += [('deviation', 'sorted', i, float(v)) for i, v in enumerate(deviation)]
-    rows += [('variance', 'share', i + 1, float(v)) for i, v in enumerate(share)]
+    values, deviation, share, correlation = geometry(states.flatten(0, 1))
     counts, edges = torch.histogram(correlation.cpu(), 100, range=(-1, 1))
-    return rows + [('correlation', 'share of pairs', round(float(x), 2), float(v))
-                   for x, v in zip((edges[1:] + edges[:-1]) / 2, counts / len(correlation))]
+    centers = [round(float(x), 2) for x in (edges[1:] + edges[:-1]) / 2]
+    return [*numbers('geometry', values), *curve('deviation', 'sorted', range(len(deviation)), deviation),
+            *curve('variance', 'share', range(1, len(share) + 1), share),
+            *curve('correlation', 'share of pairs', centers, counts / len(correlation))]
 
 
 def direction_rows(model, means, unigram, show):
@@ -158,19 +167,18 @@ def direction_rows(model, means, unigram, show):
     tokens = top_tokens(logits)
     directions = F.normalize(means, dim=-1)
     pairs = (directions @ directions.T)[~torch.eye(len(means), dtype=torch.bool, device=mean.device)]
-    numbers = {'rank correlation with the unigram':
-               float(spearmanr(logits[:n_ids].cpu(), unigram[:n_ids].cpu()).statistic),
-               'tokens shared with the mean embedding': len(set(tokens) & set(top_tokens(model.head(embedding)))),
-               'cosine with the mean embedding': float(F.cosine_similarity(decoded, embedding, 0))}
+    values = {'rank correlation with the unigram': spearmanr(logits[:n_ids].cpu(), unigram[:n_ids].cpu()).statistic,
+              'tokens shared with the mean embedding': len({*tokens} & {*top_tokens(model.head(embedding))}),
+              'cosine with the mean embedding': F.cosine_similarity(decoded, embedding, 0)}
     if len(pairs):
-        numbers |= {'cosine between batches': float(pairs.mean()),
-                    'cosine between batches deviation': float(pairs.std(correction=0))}
+        values |= {'cosine between batches': pairs.mean(),
+                   'cosine between batches deviation': pairs.std(correction=0)}
     rows = [('mean direction', 'tokens', i, token) for i, token in enumerate(tokens)]
     if model.config.decoder_bias:
         of_bias = top_tokens(model.head(model.decode.bias))
         rows += [('decoder bias', 'tokens', i, token) for i, token in enumerate(of_bias)]
-        numbers['tokens shared with the decoder bias'] = len(set(tokens) & set(of_bias))
-    return rows + [('mean direction', name, '', v) for name, v in numbers.items()]
+        values['tokens shared with the decoder bias'] = len({*tokens} & {*of_bias})
+    return rows + numbers('mean direction', values)
 
 
 @torch.no_grad()
@@ -181,33 +189,32 @@ def measure(model, batches, unigram, show):
     """
     unrolled = [unroll(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*unrolled))
-    mean = states.mean((0, 1))
+    mean, T = states.mean((0, 1)), states.shape[1]
     rows = geometry_rows(states)
     rows += direction_rows(model, torch.stack([s.mean((0, 1)) for s, _ in unrolled]), unigram, show)
-    T = states.shape[1]
     running = states.cumsum(1) / torch.arange(1, T + 1, device=states.device).unsqueeze(-1)
     near = F.cosine_similarity(running, mean, dim=-1).mean(0)
-    rows += [('running mean', 'cosine with the mean', t, float(near[t - 1]))
-             for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
+    lengths = [t for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
+    rows += curve('running mean', 'cosine with the mean', lengths, [near[t - 1] for t in lengths])
     lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if 0 < k < T})
     for name, values in zip(('raw', 'centered'), cosines(states, lags)):
-        rows += [('cosine', name, k, float(v)) for k, v in zip(lags, values)]
+        rows += curve('cosine', name, lags, values)
 
     direction = F.normalize(mean, dim=0)
     tests = {'unchanged': {}, 'no mean direction in the decoded state': dict(without=direction),
              'no mean direction in the recurrent state': dict(without=direction, carried=True)}
     if log_decay.shape[-1]:
-        curves = retention(log_decay, lags)
-        lives = [lifetime(curve, lags) for curve in curves]
-        rows += [('retention', f'head {h}', k, float(v)) for h, curve in enumerate(curves) for k, v in zip(lags, curve)]
-        rows += [('lifetime', f'head {h}', '', life) for h, life in enumerate(lives)]
-        for pool, heads in zip(('fast', 'slow'), pools(lives)):
+        retained = {f'head {h}': own for h, own in enumerate(retention(log_decay, lags))}
+        lives = {head: lifetime(own, lags) for head, own in retained.items()}
+        rows += sum((curve('retention', head, lags, own) for head, own in retained.items()), [])
+        rows += numbers('lifetime', lives)
+        for pool, heads in zip(('fast', 'slow'), pools([*lives.values()])):
             rows.append(('pool', f'{pool} heads', '', str(heads)))
             if heads:
                 tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
     for name, edits in tests.items():
         nats, length = evaluate(model, batches, **edits)
-        rows += [('perplexity', name, '', float(nats.mean().exp())), ('magnitude', name, '', length)]
+        rows += [*numbers('perplexity', {name: nats.mean().exp()}), ('magnitude', name, '', length)]
     return rows
 
 
@@ -247,13 +254,11 @@ def rows_of(folder: str, s: Settings) -> pd.DataFrame:
                         '--mask_documents=False')
     device = model.fuse.weight.device
     T = getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
-    n_windows, batch_size = data.n_rows('val', T), s.batch_size or max(1, STATES // (s.batches * T))
-    wanted = s.batches * batch_size
-    if n_windows < wanted:
+    batch_size = s.batch_size or max(1, STATES // (s.batches * T))
+    if (n_windows := data.n_rows('val', T)) < (wanted := s.batches * batch_size):
         raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
                         f'batches of {batch_size}: lower batches or batch_size')
-    batches = [[x.to(device) for x in data.val_batch(range(i, i + batch_size), T)]
-               for i in range(0, wanted, batch_size)]
+    batches = [*figures.val_windows(data, T, wanted * T, batch_size, device)]
     counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
     unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
     tokenizer = load_tokenizer(record['data']['tokenizer'])

@@ -161,8 +161,8 @@ def states_of(model, idx, batch_size: int):
 
 # ---- the command line ----
 
-def measure(folder: str, s: Settings) -> dict:
-    """Return a run's row of the CSV."""
+def measure(folder: str, s: Settings) -> list[dict]:
+    """Return a run's scores."""
     model, data, _ = figures.load(folder, s)
     task = getattr(data, 'task', None)
     if not hasattr(task, 'held_out_pairs'):
@@ -173,16 +173,15 @@ def measure(folder: str, s: Settings) -> dict:
              for path in paths_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_paths)]
     valid = [task.is_valid(start, goal, path) for (start, goal), path in zip(pairs, paths)]
     prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
-    return {'run': folder, 'detours': float(np.mean(valid)),
-            'compression': compression(model, task, prefixes, s.batch_size),
-            'same_way': same_paths(model, task, prefixes, s.batch_size),
-            'rank': effective_rank(states_of(model, data.val_batch(range(task.val_rows), data.T)[0], s.batch_size)),
-            'pairs': len(pairs)}
+    idx, _ = data.val_batch(range(task.val_rows), data.T)
+    return [{'detours': float(np.mean(valid)), 'compression': compression(model, task, prefixes, s.batch_size),
+             'same_way': same_paths(model, task, prefixes, s.batch_size),
+             'rank': effective_rank(states_of(model, idx, s.batch_size)), 'pairs': len(pairs)}]
 
 
 @figures.script(Settings, one_by_one=True)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = pd.DataFrame([measure(folder, s) for folder in runs.folder])
+    rows = figures.measured(runs, lambda folder: measure(folder, s)).drop(columns='label')
     figures.show(rows)
     return {'.csv': rows}
 

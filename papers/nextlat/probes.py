@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import finished
+from analysis.runs import averaged, finished
 from lm_architectures import train
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError
@@ -71,23 +71,20 @@ def train_step(model, probes, optimizer, windows: torch.Tensor, eos_id: int, row
 
 
 @torch.no_grad()
-def evaluate(model, probes, data: Data, train_settings, s: Settings, device) -> list[float]:
-    """Return the mean validation loss of each probe in nats."""
-    T, rows = train_settings.block_size, train_settings.micro_batch_size
-    n = max(1, min(s.eval_tokens // T, data.n_rows('val', T)))
+def evaluate(model, probes, batches, eos_id: int, s: Settings) -> list[float]:
+    """Return the mean loss of each probe in nats. batches: (idx, targets), both (B, T)."""
     sums, counts = torch.zeros(2, len(probes), dtype=torch.float64)
-    for first in range(0, n, rows):
-        idx, targets = (x.to(device) for x in data.val_batch(range(first, min(n, first + rows)), T))
+    for idx, targets in batches:
         windows, h = torch.cat([idx, targets[:, -1:]], 1), states(model, idx, s)
         for i, probe in enumerate(probes):
-            wanted = offset_targets(windows, i + 1, data.eos_id)
+            wanted = offset_targets(windows, i + 1, eos_id)
             sums[i] += nats(probe, h, wanted).item()
             counts[i] += (wanted >= 0).sum().item()
     return (sums / counts).tolist()
 
 
-def measure(folder: str, s: Settings) -> list[float]:
-    """Train probes on a run's states. Returns their validation nats at offsets 1, 2, ..."""
+def measure(folder: str, s: Settings) -> dict:
+    """Train probes on a run's states. Returns columns: offsets and validation losses."""
     model, data, record = figures.load(folder, s)
     device = next(model.parameters()).device
     t = make_settings(train.Settings, record['settings'], f'in {folder}/config.json')
@@ -108,13 +105,13 @@ def measure(folder: str, s: Settings) -> list[float]:
         train_step(model, probes, optimizer, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
                    t.grad_clip)
         progress(f'{folder}: step {step + 1}/{s.steps}')
-    return evaluate(model, probes, data, t, s, device)
+    batches = figures.val_windows(data, t.block_size, s.eval_tokens, t.micro_batch_size, device)
+    return {'offset': range(1, s.offsets + 1), 'nats': evaluate(model, probes, batches, data.eos_id, s)}
 
 
 def table(measured: pd.DataFrame) -> pd.DataFrame:
     """Average rows (label, offset, nats) over seeds, with differences to the first label."""
-    rows = measured.groupby(['label', 'offset'], sort=False).nats.agg(
-        mean='mean', lowest='min', highest='max', seeds='size').reset_index()
+    rows = averaged(measured, ['label', 'offset'], 'nats')
     first = rows[rows.label == rows.label[0]].set_index('offset')['mean']
     return rows.assign(difference=rows['mean'] - rows.offset.map(first))
 
@@ -131,9 +128,7 @@ def plot(rows: pd.DataFrame):
 
 @figures.script(Settings)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = table(pd.DataFrame([
-        {'label': run.label, 'offset': offset, 'nats': nats}
-        for run in finished(runs).itertuples() for offset, nats in enumerate(measure(run.folder, s), 1)]))
+    rows = table(figures.measured(finished(runs), lambda folder: measure(folder, s)))
     figures.show(rows[rows.offset.isin((1, s.offsets))], 'label', 'offset', 'mean', 'difference')
     return {'.csv': rows, '.png': plot(rows)}
 

@@ -155,17 +155,6 @@ def ratios(model, ids, positions, max_k, batch_size):
 
 # ---- over documents and runs ----
 
-def fitted(s: Settings, window: int) -> Settings:
-    """Return the settings with block_size and max_k fitted to the runs' training window."""
-    block = min(s.block_size, window)
-    filled = replace(s, block_size=block, max_k=s.max_k or block // 2)
-    print(f'the first {block} tokens of each document, k up to {filled.max_k}, positions from {block // 16} on')
-    if block < shortest_document(filled) - 1:
-        raise UserError(f'block_size is {block}, too short for {s.positions} positions from {block // 16} on '
-                        f'and max_k = {filled.max_k} after them. Lower max_k or positions')
-    return filled
-
-
 def shortest_document(s: Settings) -> int:
     """Return the minimum document length, including eos: 585 with the paper's settings."""
     return s.block_size // 16 + s.positions + s.max_k + 1
@@ -189,29 +178,22 @@ def mean_ratios(model, documents, s: Settings):
     return total / len(documents)
 
 
-def measure(folder: str, s: Settings):
-    """Return a run's mean r(p, k), (S, max_k + 1), and the number of documents."""
+def measure(folder: str, s: Settings) -> list[dict]:
+    """Return a run's mean r(p, k) for each stream and k >= 1."""
     model, data, _ = figures.load(folder, s)
-    documents = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED)
-    return mean_ratios(model, documents, s), len(documents)
-
-
-def table(label: str, folders: list[str], s: Settings) -> list[dict]:
-    """Return rows of runs that differ only in the seed: means, and the settings."""
-    measured = [measure(folder, s) for folder in folders]
-    means, rows = sum(mean for mean, _ in measured) / len(measured), []
-    used = {'runs': len(measured), 'documents': measured[0][1], **{name: getattr(s, name) for name in IN_CSV}}
-    for stream, mean in zip(STREAMS, means[:, 1:].tolist()):
-        if not mean[0] < inf:
-            print(f'{label}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
-            continue
-        rows += [{'label': label, 'stream': stream, 'k': k, 'ratio': ratio, 'smoothed': trend, **used, 'seed': SEED}
-                 for k, (ratio, trend) in enumerate(zip(mean, log_trend(mean)), 1)]
+    documents, rows = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED), []
+    for stream, mean in zip(STREAMS, mean_ratios(model, documents, s)[:, 1:].tolist()):
+        if mean[0] < inf:
+            rows += [{'stream': stream, 'k': k, 'ratio': ratio, 'documents': len(documents)}
+                     for k, ratio in enumerate(mean, 1)]
+        else:
+            print(f'{folder}: the loss of a step does not depend on its own {stream}, so there is no ratio for it')
     return rows
 
 
-def log_trend(ratios: list[float]) -> list:
+def log_trend(ratios) -> list:
     """Smooth the logarithms up to the first ratio of 0 (no path that far back); then None."""
+    ratios = [*ratios]
     end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
     trend = figures.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
     return [10 ** y for y in trend] + [None] * (len(ratios) - end)
@@ -232,9 +214,17 @@ def plot(rows: pd.DataFrame):
 
 @figures.script(Settings)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
-    s = fitted(s, runs.block_size.min())
-    rows = pd.DataFrame(sum((table(label, [*own.folder], s) for label, own in finished(runs).groupby(
-        'label', sort=False)), []))
+    block = min(s.block_size, runs.block_size.min())
+    s = replace(s, block_size=block, max_k=s.max_k or block // 2)
+    print(f'the first {block} tokens of each document, k up to {s.max_k}, positions from {block // 16} on')
+    if block < shortest_document(s) - 1:
+        raise UserError(f'block_size is {block}, too short for {s.positions} positions from {block // 16} on and '
+                        f'max_k = {s.max_k} after them. Lower max_k or positions')
+    rows = figures.measured(finished(runs), lambda folder: measure(folder, s))
+    rows = rows.groupby(['label', 'stream', 'k'], sort=False).agg(
+        ratio=('ratio', 'mean'), runs=('run', 'size'), documents=('documents', 'first')).reset_index()
+    rows['smoothed'] = rows.groupby(['label', 'stream']).ratio.transform(log_trend)
+    rows = rows.assign(seed=SEED, **{name: getattr(s, name) for name in IN_CSV})
     figures.show(rows[rows.k.isin((1, 4, 16, 64, 256, s.max_k))], 'label', 'stream', 'k', 'ratio')
     return {'.csv': rows, '.png': plot(rows)}
 

@@ -69,31 +69,18 @@ def nll_by_position(model, windows, s: Settings):
     return -log_probabilities.sum(0).cpu().double()
 
 
-def measure(folder: str, s: Settings):
-    """Return (nll of M, nll of M_omega, n_documents), nll (T,) float64 averaged over documents."""
+def measure(folder: str, s: Settings) -> dict:
+    """Return columns by position: the nll of M and of M_omega, averaged over documents."""
     model, data, _ = figures.load(folder, s)
     narrow = restricted(model, s.omega)
     documents = np.stack(figures.long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
-    progress, whole, cut = make_progress(), 0, 0
+    progress, total = make_progress(), torch.zeros(2, s.block_size, dtype=torch.float64)
     for start in range(0, len(documents), s.batch_size):
         windows = documents[start:start + s.batch_size]
-        whole = whole + nll_by_position(model, windows, s)
-        cut = cut + nll_by_position(narrow, windows, s)
+        total += torch.stack([nll_by_position(m, windows, s) for m in (model, narrow)])
         progress(f'{folder}: {start + len(windows)} of {len(documents)} documents')
-    return whole / len(documents), cut / len(documents), len(documents)
-
-
-def table(label: str, folders: list[str], s: Settings) -> pd.DataFrame:
-    """Return rows of runs that differ only in the seed: means by position, and the settings."""
-    *sums, documents = zip(*(measure(folder, s) for folder in folders))
-    whole, cut = (sum(parts) / len(parts) for parts in sums)
-    seen = s.omega + 1  # the first omega + 1 positions see at most omega earlier ones, so nothing changes
-    extra = (cut - whole)[seen:].numpy()
-    used = {name: getattr(s, name) for name in ('omega', 'block_size', 'dtype', 'data')}
-    return pd.DataFrame({
-        'label': label, 'position': range(seen + 1, len(whole) + 1), 'extra_nll': extra,
-        'smoothed': figures.smoothed(extra, TREND), 'nll': whole[seen:], 'restricted_nll': cut[seen:],
-        'runs': len(documents), 'documents': documents[0], **used})
+    nll, cut = (total / len(documents)).numpy()
+    return {'position': range(1, len(nll) + 1), 'nll': nll, 'restricted_nll': cut, 'documents': len(documents)}
 
 
 def plot(rows: pd.DataFrame):
@@ -113,8 +100,13 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     s = replace(s, block_size=block)
-    rows = pd.concat([table(label, [*own.folder], s) for label, own in finished(runs).groupby(
-        'label', sort=False)], ignore_index=True)
+    rows = figures.measured(finished(runs), lambda folder: measure(folder, s))
+    rows = rows[rows.position > s.omega + 1].groupby(['label', 'position'], sort=False).agg(
+        nll=('nll', 'mean'), restricted_nll=('restricted_nll', 'mean'), runs=('run', 'size'),
+        documents=('documents', 'first')).reset_index()
+    rows['extra_nll'] = rows.restricted_nll - rows.nll
+    rows['smoothed'] = rows.groupby('label').extra_nll.transform(figures.smoothed, TREND)
+    rows = rows.assign(**{name: getattr(s, name) for name in ('omega', 'block_size', 'dtype', 'data')})
     summary = rows.groupby('label', sort=False).agg(**{
         'extra nll, mean': ('extra_nll', 'mean'), 'last': ('smoothed', 'last'), 'documents': ('documents', 'first')})
     for name in ('extra nll, mean', 'last'):

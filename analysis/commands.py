@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import figures
-from analysis.runs import MEASURED, compared, curve, evaluations, finished, labeled, read_logs, read_runs, short_number
+from analysis import runs as tables
 from lm_architectures.data.generated import SOLVED
 from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once
 from lm_architectures.run.models import add_file
@@ -61,7 +61,7 @@ def crossing(points: pd.DataFrame, first: pd.DataFrame, axis: str) -> float | No
 
 def points_of(runs: pd.DataFrame, s: Settings) -> pd.DataFrame:
     """Return the `curve` of s.y for each label. If there are several values, labels name them."""
-    log, values, parts = read_logs(runs), {}, []
+    log, values, parts = tables.read_logs(runs), {}, []
     for name in s.y:
         found = ({column: [column] for column in log.select_dtypes('number') if column.startswith(name[:-1])}
                  if name.endswith('*') else {name: name.split('+')})
@@ -69,7 +69,7 @@ def points_of(runs: pd.DataFrame, s: Settings) -> pd.DataFrame:
             raise UserError(f'{" ".join(runs.folder)}: no {name} was logged')
         values |= found
     for name, columns in values.items():
-        points = curve(log.assign(y=log[columns].mean(axis=1, skipna=False)), 'y', s.minus)
+        points = tables.curve(log.assign(y=log[columns].mean(axis=1, skipna=False)), 'y', s.minus)
         for label in [label for label in runs.label.unique() if label not in {*points.label}]:
             warn_once(f'left out: {label}: no {name} that all of its runs logged at the same step'
                       + (f' as {s.minus}' if s.minus else ''))
@@ -89,14 +89,13 @@ def curves(runs: pd.DataFrame, s: Settings) -> dict:
         ends = ends.join(solved.groupby('label').step.first().rename('solved from'), on='label')
         shown.append('solved from')
     figures.show(ends, *shown)
-    axes_of = [axis for axis in AXES if points[axis].notna().all()]
-    if 'gpu_hours' in axes_of:
-        axes_of.remove('minutes')
+    time = 'gpu_hours' if points.gpu_hours.notna().all() else 'minutes'
+    axes_of = [axis for axis in ('tokens', time, 'flops') if points[axis].notna().all()]
     (_, first), *others = points.groupby('label', sort=False)
     for label, own in others if s.y == ('val',) else ():
-        places = {AXES[axis]: crossing(own, first, axis) for axis in axes_of}
+        places = [(AXES[axis], crossing(own, first, axis)) for axis in axes_of]
         print(f'{label} is below the first curve ' + ', '.join(
-            f'never over {what}' if x is None else f'from {short_number(x)} {what} on' for what, x in places.items()))
+            f'never over {what}' if x is None else f'from {tables.short_number(x)} {what} on' for what, x in places))
     figure, panels = figures.new_figure(title(s), len(axes_of), (5.5, 5))
     for axes, axis in zip(panels, axes_of):
         figures.draw(axes, points, axis, band=('lowest', 'highest'))
@@ -124,11 +123,12 @@ def set_axes(axes, points: pd.DataFrame, xlabel: str) -> None:
 
 # ---- tokens to match a loss (SPS paper, figures 1 and 2) ----
 
-def constant_rate(runs: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """Return the curve at the constant learning rate, and where the shortest run's decay begins.
+def constant_rate(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the curve at the constant learning rate.
 
     runs: differ only in length and seed. The shortest counts up to its decay, then the longer ones,
-    which may have been stopped.
+    which may have been stopped. Columns `last`, `budget`: tokens of the last evaluation before the
+    decay, and where it begins.
     """
     parts, starts = [], [-1]
     for max_tokens, own in runs.groupby('max_tokens'):  # ascending
@@ -136,13 +136,13 @@ def constant_rate(runs: pd.DataFrame) -> tuple[pd.DataFrame, int]:
         if run.schedule == 'cosine':
             raise UserError(f'{run.folder} has schedule = cosine, without a constant learning rate: expected wsd or '
                             'constant')
-        log = read_logs(own if parts else finished(own))
-        points = curve(log[log.lr >= log.learning_rate * (1 - 1e-9)])  # neither warm-up nor decay
+        log = tables.read_logs(own if parts else tables.finished(own))
+        points = tables.curve(log[log.lr >= log.learning_rate * (1 - 1e-9)])  # neither warm-up nor decay
         parts.append(points[points.tokens > starts[-1]])
         if parts[0].empty:
             raise UserError(f'{run.folder}: no evaluation between warm-up and decay')
         starts.append(int(max_tokens * (1 - run.decay_fraction)) if run.schedule == 'wsd' else max_tokens)
-    return pd.concat(parts).assign(last=parts[0].tokens.iloc[-1]), starts[1]
+    return pd.concat(parts).assign(last=parts[0].tokens.iloc[-1], budget=starts[1])
 
 
 def match(runs: pd.DataFrame, s: Settings) -> dict:
@@ -151,24 +151,23 @@ def match(runs: pd.DataFrame, s: Settings) -> dict:
     Both are compared at the constant learning rate. The baseline is the first label, and its last
     loss is the last one before the shortest run's decay.
     """
-    rows, drawn, baseline = [], [], runs.label.iloc[0]
+    rows, drawn, baseline = [], {}, runs.label.iloc[0]
     for size, of_size in runs.groupby(sizes(runs.parameters)):
-        found = {label: constant_rate(own) for label, own in of_size.groupby('label', sort=False)}
+        size, found = tables.short_number(size), {
+            label: constant_rate(own) for label, own in of_size.groupby('label', sort=False)}
         if baseline not in found or len(found) < 2:
-            warn_once(f'left out: the runs of {short_number(size)} parameters are {"; ".join(found)}: expected '
-                      f'{baseline}, the baseline, and others')
+            warn_once(f'left out: the runs of {size} parameters are {"; ".join(found)}: expected {baseline}, the '
+                      'baseline, and others')
             continue
-        drawn.append(pd.concat(points for points, _ in found.values()).assign(size=size))
-        for other in [label for label in found if label != baseline]:
-            rows += [{'size': short_number(size), **matched(*pair, found)}
-                     for pair in ((other, baseline), (baseline, other))]
+        drawn[size] = pd.concat(found.values())
+        rows += [{'size': size, **matched(found, *pair)} for other in found if other != baseline
+                 for pair in ((other, baseline), (baseline, other))]
     if not rows:
         raise UserError('expected runs of a baseline and of another model of the same size')
     figures.show(rows, 'size', 'loss_of', 'loss', 'budget', 'by', 'searched', 'tokens', 'tokens_ratio')
     figure, panels = figures.new_figure('Tokens to match a loss, at the constant learning rate', len(drawn), (6, 5.5))
     style_of = figures.styles(runs.label)
-    for axes, points in zip(panels, drawn):
-        size = short_number(points['size'].iloc[0])
+    for axes, (size, points) in zip(panels, drawn.items()):
         figures.draw(axes, points, 'tokens', band=('lowest', 'highest'), style_of=style_of)
         for row in [row for row in rows if row['size'] == size and row['tokens']]:
             axes.annotate('', (row['tokens'], row['loss']), (row['evaluated_at'], row['loss']),
@@ -178,14 +177,14 @@ def match(runs: pd.DataFrame, s: Settings) -> dict:
     return {'.csv': pd.DataFrame(rows), '.png': figure}
 
 
-def matched(target: str, by: str, found: dict[str, tuple]) -> dict:
+def matched(found: dict[str, pd.DataFrame], target: str, by: str) -> dict:
     """Return a row of `match`: the tokens at which `by` reaches the target's last loss, or None."""
-    (points, budget), (others, _) = found[target], found[by]
+    points, others = found[target], found[by]
     last, = points[points.tokens == points['last']].itertuples()
     reached = others[others['mean'] <= last.mean].tokens
     tokens = None if reached.empty else int(reached.iloc[0])
-    return {'loss_of': target, 'loss': last.mean, 'evaluated_at': last.tokens, 'budget': budget, 'by': by,
-            'searched': others.tokens.iloc[-1], 'tokens': tokens, 'tokens_ratio': tokens and tokens / budget}
+    return {'loss_of': target, 'loss': last.mean, 'evaluated_at': last.tokens, 'budget': last.budget, 'by': by,
+            'searched': others.tokens.iloc[-1], 'tokens': tokens, 'tokens_ratio': tokens and tokens / last.budget}
 
 
 # ---- at the end of training ----
@@ -202,26 +201,23 @@ def sizes(parameters: pd.Series) -> pd.Series:
 
 def of_size(runs: pd.DataFrame) -> set[str]:
     """Return the settings that all runs of a model share at each size, such as n_embd."""
-    text = runs.drop(columns=[*MEASURED], errors='ignore').map(repr)
+    text = runs.drop(columns=[*tables.MEASURED], errors='ignore').map(repr)
     shared = (text.groupby([runs.model, sizes(runs.parameters)]).nunique() <= 1).all()
     return {*text.columns[shared]} - {'model', 'seed'}
 
 
 def with_values(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     """Return the finished runs with a column `y`: the last logged value or score, or a mean A+B."""
-    runs, names = finished(runs), name.split('+')
+    runs, names = tables.finished(runs), name.split('+')
     if name == 'val':
         return runs.assign(y=runs.loss)
 
-    def last(run):
-        values = evaluations(Path(run.folder) / 'eval.jsonl')
-        if not {*names} <= {*values}:
-            log = read_logs(run.to_frame().T).select_dtypes('number')
-            values |= {name: log[name].dropna().iloc[-1] for name in names if name in log}
+    def last(folder):
+        values = tables.last_values(folder)
         if missing := {*names} - {*values}:
-            raise UserError(f'{run.folder} has no {min(missing)!r}: expected a logged value or a score of eval.py')
-        return float(np.mean([values[name] for name in names]))
-    return runs.assign(y=[last(run) for _, run in runs.iterrows()])
+            raise UserError(f'{folder} has no {min(missing)!r}: expected a logged value or a score of eval.py')
+        return float(np.mean([values[key] for key in names]))
+    return runs.assign(y=runs.folder.map(last))
 
 
 def table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -229,7 +225,7 @@ def table(runs: pd.DataFrame) -> pd.DataFrame:
     costs = runs.groupby('label', sort=False)[['parameters', 'state_bytes', 'learning_rate', 'tokens', 'flops',
                                                'tokens_per_s', 'memory_gib', 'minutes', 'gpus']].first()
     values = runs.groupby('label', sort=False).y.agg(lambda own: ' '.join(repr(float(y)) for y in own))
-    return costs.join(compared(runs, 'y')).join(values.rename('values')).reset_index()
+    return costs.join(tables.compared(runs, 'y')).join(values.rename('values')).reset_index()
 
 
 def formatted(rows: pd.DataFrame, what: str = 'loss') -> str:
@@ -255,9 +251,9 @@ def final(runs: pd.DataFrame, s: Settings) -> dict:
     if s.x:
         return over(runs, s)
     rows, what = table(runs), 'loss' if s.y == ('val',) else s.y[0]
-    text, tables = formatted(rows, what), {'.csv': rows}
+    text, written = formatted(rows, what), {'.csv': rows}
     if s.paper:
-        tables['_paper.csv'] = beside = beside_paper(runs, s.paper)
+        written['_paper.csv'] = beside = beside_paper(runs, s.paper)
         text += f'\n\n{figures.markdown(beside)}'
     print(text)
     figure, (axes,) = figures.new_figure(what, size=(2.5 + 1.4 * len(rows), 4.5))
@@ -268,31 +264,29 @@ def final(runs: pd.DataFrame, s: Settings) -> dict:
         axes.errorbar(i, row['mean'], half, fmt='D', markersize=5, capsize=6, color=f'C{i}')
     axes.set_xticks(range(len(rows)), rows.label.str.replace(', ', '\n'))
     axes.set(xlim=(-0.6, len(rows) - 0.4), title='diamond: mean with 95% interval; dots: seeds')
-    return tables | {'.md': f'{text}\n', '.png': figure}
+    return written | {'.md': f'{text}\n', '.png': figure}
 
 
 def over(runs: pd.DataFrame, s: Settings) -> dict:
     """Draw final values over s.x, a line for each label. s.minus is subtracted seed by seed."""
     values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x].where(runs[s.x].notna(), math.inf)
     is_ordered = values.map(lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)).all()
-    place = values.astype(float) if is_ordered else pd.Series(pd.factorize(values.map(str))[0], runs.index)
-    names = values.map(short_number if is_ordered else str).where(values != math.inf, 'all' if is_ordered else 'none')
-    runs = runs.assign(place=place, **{s.x: names})
+    text, unlimited = (tables.short_number, 'all') if is_ordered else (str, 'none')
+    runs = runs.assign(place=values.astype(float) if is_ordered else pd.factorize(values.map(str))[0],
+                       **{s.x: values.map(text).where(values != math.inf, unlimited)})
     if s.minus:
-        first = runs[runs.label == s.minus].set_index(['seed', 'place']).y.rename('first')
-        runs = runs.join(first, on=['seed', 'place'], how='inner')
-        runs['y'] = runs.y - runs['first']
-    points = pd.concat(own.groupby(['label', 'place', s.x]).y.agg(
-        mean='mean', lowest='min', highest='max', seeds='size').reset_index()
-        for _, own in runs.groupby('label', sort=False)).reset_index(drop=True)
+        runs = tables.relative(runs, 'y', s.minus, 'place')
+    points = pd.concat((tables.averaged(own.sort_values('place'), ['label', 'place', s.x], 'y')
+                        for _, own in runs.groupby('label', sort=False)), ignore_index=True)
     figures.show(points, 'label', s.x, 'mean', 'lowest', 'highest', 'seeds')
     figure, (axes,) = figures.new_figure('Final ' + title(s))
     axes.xaxis.update_units([*dict.fromkeys(points.sort_values('place')[s.x])])  # this order for all lines
     style_of = figures.styles(points.label)
-    one = points.groupby('label').place.transform('size') == 1  # no sweep: a horizontal line
-    figures.draw(axes, points if one.all() else points[~one], s.x, band=('lowest', 'highest'), style_of=style_of,
+    alone = points.groupby('label').place.transform('size') == 1  # no sweep: a horizontal line
+    alone &= not alone.all()
+    figures.draw(axes, points[~alone], s.x, band=('lowest', 'highest'), style_of=style_of,
                  **({} if is_ordered else {'linestyle': ''}))
-    for point in points[one & (not one.all())].itertuples():
+    for point in points[alone].itertuples():
         axes.axhline(point.mean, label=point.label, **style_of[point.label])
     axes.set(xlabel=s.x)
     figures.add_legend(figure, figures.BAND)
@@ -308,34 +302,32 @@ def beside_paper(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     """Return a row of texts for each label, followed by the paper's row if one has its settings.
 
     papers/NAME/paper.csv is the paper's table. Columns without a space are settings that identify a
-    run; an empty cell matches any value. The others are numbers: a task and metric as in
-    eval.jsonl, in percent if the name ends in ', %', or those of `numbers`.
+    run; an empty cell matches any value. The others are numbers: a score of eval.py, in percent if
+    the name ends in ', %', or those of `numbers`.
     """
     paper = pd.read_csv(ROOT / f'papers/{name}/paper.csv', dtype=str, keep_default_na=False)
     columns, rows = [column for column in paper if ' ' in column], []
+    settings = paper.columns.drop(['name', *columns])
     for label, own in runs.groupby('label', sort=False):
         values = pd.DataFrame([numbers(run, columns) for _, run in own.iterrows()], dtype=float)
-        for column, ending in MEANS.items():
-            values[column] = values[[c for c in columns if c.endswith(ending) and c not in MEANS]].mean(
-                axis=1, skipna=False)
-        means = values[columns].mean(skipna=False).dropna()
+        means = values.mean(skipna=False).dropna()
         rows.append({'run': label} | {c: f'{value:.{decimals(paper[c])}f}' for c, value in means.items()})
-        settings = paper.drop(columns=['name', *columns])
-        same = [all(str(own.iloc[0].get(key)) == value for key, value in row.items() if value)
-                for _, row in settings.iterrows()]
-        rows += [{'run': f'paper: {row["name"]}', **{c: row[c] for c in columns if row[c]}}
-                 for _, row in paper[same].iterrows()]
+        for _, row in paper.iterrows():
+            if all(str(own.iloc[0].get(key)) == row[key] for key in settings if row[key]):
+                rows.append({'run': f'paper: {row["name"]}', **{c: row[c] for c in columns if row[c]}})
     found = pd.DataFrame(rows).fillna('')
     return found[[column for column in ['run', *columns] if column in found]]
 
 
 def numbers(run: pd.Series, columns: list[str]) -> dict[str, float]:
     """Return a run's numbers for these columns of a paper's table. What is unknown is NaN."""
-    scores = evaluations(Path(run.folder) / 'eval.jsonl')
-    found = {column: (100 if column.endswith(', %') else 1) * scores.get(column.removesuffix(', %'), math.nan)
-             for column in columns}
-    return found | {'validation loss': run.loss, 'validation perplexity': perplexity(run.loss),
-                    'state dim': run.get('n_embd'), 'memory cells': run.memory_cells}
+    scores = tables.last_values(run.folder)
+    found = {c: (100 if c.endswith(', %') else 1) * scores.get(c.removesuffix(', %'), math.nan) for c in columns}
+    found |= {'validation loss': run.loss, 'validation perplexity': perplexity(run.loss),
+              'state dim': run.get('n_embd'), 'memory cells': run.memory_cells}
+    found |= {mean: np.mean([found[c] for c in columns if c.endswith(ending) and c not in MEANS])
+              for mean, ending in MEANS.items() if mean in columns}
+    return {column: found[column] for column in columns}
 
 
 def decimals(texts: pd.Series) -> int:
@@ -355,14 +347,14 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f'expected python -m analysis {"|".join(COMMANDS)} RUN RUN ..., see its --help')
         if s.model:
             add_file(s.model)
-        runs, ignored = read_runs(folders, s.code), set()
+        runs, ignored = tables.read_runs(folders, s.code), set()
         if s.x and s.x not in runs:
             raise UserError(f'x is {s.x!r}: expected a setting of these runs, such as learning_rate, or parameters')
         if name == 'match':
             ignored = LENGTH | of_size(runs)
         elif s.x:
             ignored = {s.x} | (of_size(runs) if s.x == 'parameters' else set())
-        runs = labeled(runs, s.labels, ignored)
+        runs = tables.labeled(runs, s.labels, ignored)
         if s.minus and s.minus not in {*runs.label}:
             raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(runs.label.unique())}')
         figures.write(s.out or Path(os.path.abspath(folders[0])).parent / name, COMMANDS[name](runs, s))

@@ -219,6 +219,13 @@ def by_seed(runs: pd.DataFrame, value: str = 'loss') -> pd.DataFrame:
     return runs.pivot(index='seed', columns='label', values=value)[[*dict.fromkeys(runs.label)]]
 
 
+def relative(rows: pd.DataFrame, value: str, minus: str, at: str) -> pd.DataFrame:
+    """Subtract a value of the label `minus`, of the same seed and at the same `at`."""
+    first = rows[rows.label == minus].set_index(['seed', at])[value].rename('first')
+    rows = rows.join(first, on=['seed', at], how='inner')
+    return rows.assign(**{value: rows[value] - rows['first']})
+
+
 def averaged(rows: pd.DataFrame, by: list[str], value: str) -> pd.DataFrame:
     """Return mean, lowest, highest and number of seeds of a value, for each group of rows."""
     groups = rows.groupby(by, sort=False)[value]
@@ -257,24 +264,29 @@ def read_logs(runs: pd.DataFrame) -> pd.DataFrame:
                       flops=log.tokens * log.flops_per_token.astype(float))
 
 
-def curve(log: pd.DataFrame, value: str = 'val', minus: str | None = None, by=('label',)) -> pd.DataFrame:
+def curve(log: pd.DataFrame, value: str = 'val', minus: str | None = None) -> pd.DataFrame:
     """Return mean, lowest, highest and number of seeds of a value, at steps that all seeds logged.
 
-    minus: the label whose values are subtracted, seed by seed. by: columns that name a curve.
+    minus: the label whose values are subtracted, seed by seed.
     """
     log = log.dropna(subset=value)
     if minus:
-        first = log[log.label == minus].set_index(['seed', 'tokens'])[value].rename('first')
-        log = log.join(first, on=['seed', 'tokens'], how='inner')
-        log = log.assign(**{value: log[value] - log['first']})
-    seeds = log.groupby([*by]).seed.nunique().rename('of_seeds')
-    points = log.groupby([*by, 'tokens'], sort=False).agg(
+        log = relative(log, value, minus, 'tokens')
+    seeds = log.groupby('label').seed.nunique()
+    points = log.groupby(['label', 'tokens'], sort=False).agg(
         step=('step', 'first'), minutes=('minutes', 'mean'), gpu_hours=('gpu_hours', 'mean'), flops=('flops', 'first'),
         mean=(value, 'mean'), lowest=(value, 'min'), highest=(value, 'max'), seeds=('seed', 'nunique')).reset_index()
-    return points[points.seeds == points.join(seeds, on=[*by]).of_seeds]
+    return points[points.seeds == points.label.map(seeds)]
 
 
-# ---- scores of eval.py ----
+# ---- last values ----
+
+def last_values(folder: str) -> dict[str, float]:
+    """Return a run's last logged numbers and its latest scores of eval.py, {name: value}."""
+    log = log_table(read_log(folder)).select_dtypes('number')
+    found = {name: log[name].dropna().iloc[-1] for name in log if log[name].notna().any()}
+    return found | evaluations(Path(folder) / 'eval.jsonl')
+
 
 def evaluations(path: Path) -> dict[str, float]:
     """Read the latest scores of eval.jsonl as {'task metric': value}.

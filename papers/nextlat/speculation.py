@@ -82,9 +82,19 @@ def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
     """Return a row {'draft_len', 'speedup', 'accepted', 'tokens_per_s', ...} per draft length."""
     sides = list(dict.fromkeys(('plain', *draft_lengths(s.draft_lens, model, draft))))
     batches = [prompts[start:start + s.batch_size] for start in range(0, len(prompts), s.batch_size)]
+
+    def decode(side, batch, n_new, seed):
+        """Return (seconds, `rounds` or None for 'plain')."""
+        start, rounds = time.perf_counter(), None
+        if side == 'plain':
+            generate(model, batch, n_new, temperature=s.temperature, seed=seed)
+        else:
+            _, rounds = speculative_generate(model, batch, n_new, draft=draft, draft_len=side,
+                                             temperature=s.temperature, seed=seed)
+        return time.perf_counter() - start, rounds
     for side in sides:
-        decode(model, draft, side, batches[0], min(32, s.new_tokens), s)  # warm-up
-    own = [{side: decode(model, draft, side, batch, s.new_tokens, s, seed) for side in sides}
+        decode(side, batches[0], min(32, s.new_tokens), 0)  # warm-up
+    own = [{side: decode(side, batch, s.new_tokens, seed) for side in sides}
            for seed, batch in list(enumerate(batches))[rank()::world()]]
     measured = [batch for share in all_gather(own) for batch in share]
     plain, rows = [batch['plain'][0] for batch in measured], []
@@ -102,17 +112,6 @@ def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
     return rows
 
 
-def decode(model, draft, draft_len, prompts, n_new: int, s: Settings, seed: int = 0) -> tuple:
-    """Generate n_new tokens per prompt. Returns (seconds, `rounds` or None for 'plain')."""
-    start, rounds = time.perf_counter(), None
-    if draft_len == 'plain':
-        generate(model, prompts, n_new, temperature=s.temperature, seed=seed)
-    else:
-        _, rounds = speculative_generate(model, prompts, n_new, draft=draft, draft_len=draft_len,
-                                         temperature=s.temperature, seed=seed)
-    return time.perf_counter() - start, rounds
-
-
 # ---- results ----
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -122,9 +121,9 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
         fixed = own[own.draft_len != 'auto']
         best = next(some for some in (fixed[fixed.draft_len != 1], fixed, own) if len(some))
         best = best.loc[best.speedup.idxmax()]
-        auto = ''.join(f'{speedup:.2f}' for speedup in own.speedup[own.draft_len == 'auto'])
         found.append({'run': label, 'data': data, 'speed-up': f'{best.speedup:.2f}',
-                      'accepted': f'{best.accepted:.2f}', 'length': best.draft_len, 'auto': auto})
+                      'accepted': f'{best.accepted:.2f}', 'length': best.draft_len,
+                      'auto': ''.join(own.speedup[own.draft_len == 'auto'].map('{:.2f}'.format))})
     return pd.DataFrame(found)
 
 
@@ -146,21 +145,22 @@ def plot(rows: pd.DataFrame):
     return figure
 
 
+def measure(folder: str, device, dtype, s: Settings) -> list[dict]:
+    """Return the rows of `compare_lengths` of a run, for each data folder."""
+    model, record = load_run(folder, device, dtype, s.code)
+    draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
+    return [{'data': data} | row for data in s.data or [record['settings']['data']]
+            for row in compare_lengths(model, draft, read_prompts(record, data, s), s)]
+
+
 @figures.script(Settings, one_by_one=True)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
     init_distributed('gloo')
-    device, rows = local_device(s.device), []
+    device = local_device(s.device)
     dtype = decoding_dtype(s.dtype, device.type)
-    for run in runs.itertuples():
-        model, record = load_run(run.folder, device, dtype, s.code)
-        draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
-        for data in s.data or [record['settings']['data']]:
-            prompts = read_prompts(record, data, s)
-            rows += [{'label': run.label, 'run': run.folder, 'data': data} | row
-                     for row in compare_lengths(model, draft, prompts, s)]
+    rows = figures.measured(runs, lambda folder: measure(folder, device, dtype, s))
     if rank() > 0:
         return {}
-    rows = pd.DataFrame(rows)
     figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')
     return {'.csv': rows, '.md': figures.markdown(summary(rows)) + '\n', '.png': plot(rows)}
 

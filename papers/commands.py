@@ -1,5 +1,11 @@
-"""Print the commands of a paper's tables, or run them. Shared by the scripts in this folder."""
+"""Print the commands of a paper's tables, or run them. Shared by the scripts reproduce.py.
+
+rows.csv, beside the script, has a row for each run: its name, config and settings. In the commands,
+@PATTERN stands for the folders of the runs with matching names. 'train @PATTERN ...' trains them.
+"""
 import argparse
+import csv
+import fnmatch
 import re
 import shlex
 import subprocess
@@ -10,35 +16,41 @@ ROOT = Path(__file__).resolve().parent.parent
 UNDER_TORCHRUN = 'python train.py', 'python eval.py', 'python -m papers.nextlat.speculation'
 
 
-def train(config: str, settings: str = '', out: str | None = None) -> str:
-    """Return the command that trains config/{config}.py in out/{out}."""
-    return ' '.join(f'python train.py config/{config}.py {settings} --out_dir=out/{out or Path(config).name}'.split())
+def read_rows(paper: str) -> dict[str, str]:
+    """Return {run: the command that trains it} of papers/PAPER/rows.csv."""
+    with open(ROOT / f'papers/{paper}/rows.csv') as file:
+        rows = [*csv.DictReader(file)]
+    configs = {row['config']: f'config/{row["config"]}.py' * bool(row['config']) for row in rows}
+    return {row['run']: ' '.join(['python train.py', *configs[row['config']].split(), *row['settings'].split(),
+                                  f'--out_dir=out/{row["run"]}']) for row in rows}
 
 
-def runs(*names: str) -> str:
-    """Return the folders of these runs as arguments: 'out/NAME out/NAME'."""
-    return ' '.join(f'out/{name}' for name in names)
+def expanded(command: str, rows: dict[str, str]) -> list[str]:
+    """Replace @PATTERN in a command by folders, or 'train @PATTERN ...' by training commands."""
+    if command.startswith('train '):
+        return [rows[run] for pattern in command.split()[1:] for run in fnmatch.filter(rows, pattern[1:])]
+    return [re.sub(r'(?<= )@(\S+)', lambda found: ' '.join(
+        f'out/{run}' for run in fnmatch.filter(rows, found[1])), command)]
 
 
-def main(doc: str, tables: dict[str, list[str]], rows: dict[str, list[str]] | None = None,
+def main(doc: str, tables: dict[str, list[str]], rows: dict[str, str] | None = None,
          guesses: dict[str, str] | None = None, argv=None) -> None:
-    """Print or run the commands of the named tables. A run that exists is resumed.
+    """Print or run the commands of the named tables or rows. A run that exists is resumed.
 
-    tables: {table: commands}, in order; rows: {run: its command}, which can be named like a table;
-    guesses: {table: what its paper leaves open}.
+    tables: {table: commands}, in order; rows: from `read_rows`; guesses: {table: what its paper
+    leaves open}.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('tables', nargs='*', metavar='TABLE', help=', '.join(tables))
+    parser.add_argument('tables', nargs='*', metavar='TABLE', help=f'{", ".join(tables)}, or a run in rows.csv')
     parser.add_argument('--gpus', type=int, help='train and evaluate under torchrun, one process per GPU')
     parser.add_argument('--run', action='store_true', help='run the commands, do not print them only')
-    s = parser.parse_args(argv)
-    known, guesses = tables | (rows or {}), guesses or {}
+    s, rows, guesses = parser.parse_args(argv), rows or {}, guesses or {}
+    known = tables | {run: [command] for run, command in rows.items()}
     if unknown := [name for name in s.tables if name not in known]:
-        parser.error(f'unknown table {", ".join(unknown)}: expected {", ".join(tables)}'
-                     + (' or the name of a row' if rows else ''))
+        parser.error(f'unknown table {", ".join(unknown)}: expected {", ".join(tables)}, or a run in rows.csv')
     for name in s.tables or tables:
         print(f'\n# {name}' + (f' (guess: {guesses[name]})' if guesses.get(name) else ''))
-        for command in known[name]:
+        for command in [one for line in known[name] for one in expanded(line, rows)]:
             if s.gpus and command.startswith(UNDER_TORCHRUN):
                 command = command.replace('python', f'torchrun --nproc_per_node={s.gpus}', 1)
             made = re.search(r'(?:prepare_fineweb\.py .*--out_dir|train_tokenizer .*--out)=(\S+)', command)

@@ -110,7 +110,7 @@ def test_sps_runs_decay_and_evaluate_like_the_official_code():
         assert train.learning_rate(s, decay) == pytest.approx(6e-4) and train.learning_rate(s, 1.01 * decay) < 5.8e-4
         assert s.eval_interval * tokens_per_step == pytest.approx(40e6, rel=0.01)
         assert (s.eval_tokens, s.eval_seed) == (10_000_000, 42)
-    assert '--max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'papers/sps/reproduce.py').read_text()  # 20M tokens
+    assert '--max_tokens=10e9 --eval_interval=51 ' in (ROOT / 'papers/sps/rows.csv').read_text()  # 20M tokens
 
 
 def test_a_missing_config_file_suggests_the_nearest_in_any_working_directory(tmp_path, monkeypatch):

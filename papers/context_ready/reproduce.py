@@ -8,18 +8,11 @@ A row is a run in out/, with its settings in rows.csv. In its name, d is Context
 Roformer. "guess" names what the paper leaves open. papers/context_ready/README.md shows how to
 build the data.
 """
-import csv
-import fnmatch
-from pathlib import Path
+from papers.commands import main, read_rows
 
-from papers.commands import main, runs, train
-
-with open(Path(__file__).with_name('rows.csv')) as file:
-    ROWS = {row['run']: row for row in csv.DictReader(file)}
-
-LOSS = 'python eval.py {runs} --val'
-DEPTHS = 'python -m papers.context_ready.unrolls {runs} --out=out/table_{table}'
-CURVES = 'python -m analysis curves {runs} --out=out/table_{table}'
+LOSS = 'python eval.py {rows} --val'
+DEPTHS = 'python -m papers.context_ready.unrolls {rows} --out=out/table_{table}'
+CURVES = 'python -m analysis curves {rows} --out=out/table_{table}'
 SCORES = CURVES + ' --y="accuracy*"'
 TABLES = {  # table: (its rows or patterns of rows, its commands after training, guesses)
     '1': ('owt_d5_c1120 owt_d6_c1024 owt_n6_c1088 owt_n12_c768 owt_n2_c1888'
@@ -52,18 +45,13 @@ TABLES = {  # table: (its rows or patterns of rows, its commands after training,
     'B20': ('pointer_20_hops', [SCORES], 'steps, dropout, warm-up, weight decay')}
 
 
-def training(row: str) -> str:
-    """Return the command of a row."""
-    return train(f'context_ready/{ROWS[row]["config"]}', ROWS[row]['settings'], row)
-
-
 def commands(table: str) -> list[str]:
     """Return the commands of a table."""
     patterns, after, _ = TABLES[table]
-    rows = [row for pattern in patterns.split() for row in fnmatch.filter(ROWS, pattern)]
-    return [*map(training, rows), *(command.format(runs=runs(*rows), table=table) for command in after)]
+    rows = ' '.join(f'@{pattern}' for pattern in patterns.split())
+    return [*[f'train {rows}'] * bool(rows), *(command.format(rows=rows, table=table) for command in after)]
 
 
 if __name__ == '__main__':
-    main(__doc__, {table: commands(table) for table in TABLES}, {row: [training(row)] for row in ROWS},
+    main(__doc__, {table: commands(table) for table in TABLES}, read_rows('context_ready'),
          {table: guess for table, (_, _, guess) in TABLES.items()})

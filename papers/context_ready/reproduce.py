@@ -8,8 +8,10 @@ A row is a run in out/, with its settings in rows.csv. In its name, d is Context
 Roformer. "guess" names what the paper leaves open. papers/context_ready/README.md shows how to
 build the data.
 """
-from papers.commands import main, read_rows
+from papers.commands import expanded, main, read_rows
 
+ROWS = read_rows('context_ready')
+training = ROWS.get  # the command of a row
 LOSS = 'python eval.py {rows} --val'
 DEPTHS = 'python -m papers.context_ready.unrolls {rows} --out=out/table_{table}'
 CURVES = 'python -m analysis curves {rows} --out=out/table_{table}'
@@ -49,9 +51,10 @@ def commands(table: str) -> list[str]:
     """Return the commands of a table."""
     patterns, after, _ = TABLES[table]
     rows = ' '.join(f'@{pattern}' for pattern in patterns.split())
-    return [*[f'train {rows}'] * bool(rows), *(command.format(rows=rows, table=table) for command in after)]
+    lines = [*[f'train {rows}'] * bool(rows), *(command.format(rows=rows, table=table) for command in after)]
+    return [command for line in lines for command in expanded(line, ROWS)]
 
 
 if __name__ == '__main__':
-    main(__doc__, {table: commands(table) for table in TABLES}, read_rows('context_ready'),
+    main(__doc__, {table: commands(table) for table in TABLES}, ROWS,
          {table: guess for table, (_, _, guess) in TABLES.items()})

@@ -18,8 +18,7 @@ import model_standard
 import papers.context_ready.unrolls
 from lm_architectures.data import open_data
 from lm_architectures.run import records
-from papers.commands import expanded, read_rows
-from papers.context_ready.reproduce import TABLES, commands
+from papers.context_ready.reproduce import ROWS, TABLES, commands
 from scans import context_ready as fast
 
 EOS = 59
@@ -364,10 +363,10 @@ def test_rows_have_the_papers_steps_and_batches(name, steps, batch_size, T, warm
 
 def test_every_row_of_a_table_trains_after_the_run_it_continues():
     """All settings of a row exist. Commands after training name all runs of the table."""
-    rows, seen = read_rows('context_ready'), set()
+    seen = set()
     for table in TABLES:
         trained, after = [], []
-        for command in [one for command in commands(table) for one in expanded(command, rows)]:
+        for command in commands(table):
             if command.startswith('python train.py'):
                 row = command.split('--out_dir=out/')[1].split()[0]
                 values = paper_settings(row)
@@ -378,7 +377,7 @@ def test_every_row_of_a_table_trains_after_the_run_it_continues():
                 after.append(command)
         assert after and all(f'{run} ' in command for run in trained for command in after), table
         seen |= {*trained}
-    assert seen == {f'out/{row}' for row in rows}
+    assert seen == {f'out/{row}' for row in ROWS}
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def isolated(function: Callable, *args):
         return pool.submit(function, *args).result()
 
 
-def resident() -> dict[str, int]:
+def memory() -> dict[str, int]:
     """Return {'peak', 'held'}: bytes of GPU memory, or of this process's memory without a GPU."""
     if GPU:
         torch.cuda.synchronize()
@@ -78,12 +78,20 @@ def resident() -> dict[str, int]:
     return {k: int(status[field].split()[0]) * 1024 for k, field in (('peak', 'VmHWM'), ('held', 'VmRSS'))}
 
 
-def reset_peak() -> None:
-    """Make `resident` forget the peak so far."""
+def memory_of(make: Callable) -> tuple:
+    """Return the `memory` that make()() takes, and its result. Call it in a new process.
+
+    The peak is that of the call, without what make() needs meanwhile.
+    """
+    torch.zeros(1, device=DEVICE)
+    before = memory()['held']
+    function = make()
     if GPU:
         torch.cuda.reset_peak_memory_stats()
     else:
         Path('/proc/self/clear_refs').write_text('5')
+    result = function()
+    return {what: n - before for what, n in memory().items()}, result
 
 
 # ---- results ----

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import torch
 
 import bench
-from bench import DEVICE, GPU, alternate, isolated, measure, resident
+from bench import GPU, alternate, isolated, measure, memory_of
 from lm_architectures import train
 from lm_architectures.data import MissingData, open_data
 from lm_architectures.decode.generation import generate
@@ -136,14 +136,9 @@ KINDS = {'train': training, 'decode': decoding}
 
 def peak_memory(kind: str, text: str, s: Settings) -> int:
     """Return the bytes that a side holds at the peak of a call. Call it in a new process."""
-    torch.zeros(1, device=DEVICE)
     if not GPU:  # import what a step imports, which takes as much memory as a small model
         KINDS[kind]('hf ' * text.startswith('hf ') + '--assumed_ids=64', replace(s, toy=True))[1]()
-    before = resident()['held']
-    _, run, *_ = KINDS[kind](text, s)
-    bench.reset_peak()  # of making the model, which may convert its weights
-    run()
-    return resident()['peak'] - before
+    return memory_of(lambda: KINDS[kind](text, s)[1])[0]['peak']
 
 
 # ---- side by side ----

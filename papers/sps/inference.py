@@ -17,17 +17,12 @@ from typing import Literal
 import torch
 
 import bench
-from bench import DEVICE, GPU, alternate, isolated, measure, resident
+from bench import DEVICE, GPU, alternate, isolated, measure, memory_of, speed
 from lm_architectures.decode.generation import generate
-from lm_architectures.files import ROOT
-from lm_architectures.run.models import model_file
-from lm_architectures.settings import check_ranges, read_config_file
+from lm_architectures.settings import check_ranges
 
-METHODS = {  # of table 2: (model file, Config values)
-    'standard': ('standard', {}),
-    'two_x_memory': ('sps', {'method': 'two_x_memory', 'window': None}),
-    'delayed_state': ('sps', {'method': 'delayed_state'}),
-    'sps': ('sps', {})}
+METHODS = {'standard': '--model=standard', 'two_x_memory': '--model=sps --method=two_x_memory --window=None',
+           'delayed_state': '--model=sps --method=delayed_state', 'sps': '--model=sps'}  # of table 2
 
 
 @dataclass
@@ -40,19 +35,14 @@ class Settings(bench.Settings):
 
     def __post_init__(self):
         if self.toy:
-            self.scales, self.batch, self.prompt, self.new = ('toy',), 2, 8, 4
+            self.scales, self.batch, self.prompt, self.new = ('xs',), 2, 8, 4
         check_ranges(self, batch=1, prompt=1, new=1)
 
 
 def make_model(method: str, scale: str, s: Settings) -> torch.nn.Module:
     """Return a model with random weights, ready for inference."""
-    shape = dict(n_layer=1, n_head=2, n_embd=32)
-    if not s.toy:
-        shape = {name: read_config_file(f'{ROOT}/config/standard_{scale}.py')[name] for name in shape}
-    torch.manual_seed(0)
-    name, values = METHODS[method]
-    file = model_file(name)
-    return file.Model(file.Config(**values, **shape)).to(DEVICE).eval().to(getattr(torch, s.dtype))
+    model, *_ = speed.make_model(f'config/standard_{scale}.py {METHODS[method]}', s.toy)
+    return model.eval().to(getattr(torch, s.dtype))
 
 
 def decode(model, n_new: int, s: Settings):
@@ -65,12 +55,11 @@ def decode(model, n_new: int, s: Settings):
 
 def memory(method: str, scale: str, s: Settings) -> dict[str, int]:
     """Return {'held', 'peak', 'cache'} in bytes for one generation. Call it in a new process."""
-    torch.zeros(1, device=DEVICE)
-    before = resident()['held']
-    model = make_model(method, scale, s)
-    bench.reset_peak()
-    cache = decode(model, s.new, s)
-    return {what: n - before for what, n in resident().items()} | {'cache': cache.nbytes}
+    def make():
+        model = make_model(method, scale, s)
+        return lambda: decode(model, s.new, s)
+    used, cache = memory_of(make)
+    return used | {'cache': cache.nbytes}
 
 
 def over_standard(values: dict[str, float]) -> dict[str, float]:

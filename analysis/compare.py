@@ -71,13 +71,6 @@ def loss_of(folder: Path) -> float | None:
     return last['val'] if last.get('tokens', 0) >= read_run(folder)['settings']['max_tokens'] else None
 
 
-def check_same(folder: Path, args: list[str]) -> None:
-    """Raise UserError if the folder's run has other settings or data than args."""
-    wanted, _, _ = read_settings(train.Settings, [*args, f'--out_dir={folder}', '--resume'])
-    if open_data(wanted.data).sha256 != read_run(folder)['data']['sha256']:
-        raise UserError(f'{folder} was trained on data other than {wanted.data}: give another --out_dir')
-
-
 def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     """Train {run folder: arguments of train.py}, `jobs` at a time, with one thread each.
 
@@ -87,7 +80,9 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     todo = {folder: args for folder, args in cells.items() if loss_of(folder) is None}
     for folder, args in cells.items():
         if (folder / 'config.json').exists() and (folder not in todo or checkpoints(folder)):
-            check_same(folder, args)
+            wanted, *_ = read_settings(train.Settings, [*args, f'--out_dir={folder}', '--resume'])  # compares them
+            if open_data(wanted.data).sha256 != read_run(folder)['data']['sha256']:
+                raise UserError(f'{folder} was trained on data other than {wanted.data}: give another --out_dir')
 
     def trained(folder):
         resume = '--resume' if checkpoints(folder) else '--overwrite'
@@ -166,16 +161,14 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> pd.DataFrame:
                          for name, found in losses.items() for rate, loss in sorted(found.items())])
 
 
-def train_seeds(methods: dict[str, Method], seeds: int, jobs: int) -> dict[str, list[Path]]:
+def train_seeds(methods: dict[str, Method], s: Settings) -> dict[str, list[Path]]:
     """Train seeds 1, 2, ... at each method's rate. Returns {name: runs}."""
-    runs = {name: dict(method.run(seed) for seed in range(1, seeds + 1)) for name, method in methods.items()}
-    cells = {folder: args for of_method in runs.values() for folder, args in of_method.items()}
-    train_all(cells, jobs)
-    for folder in cells:
-        if loss_of(folder) == inf:
-            raise UserError(f'{folder} diverged, at the best learning rate of seed 0: '
-                            + (folder / DIVERGED).read_text().strip())
-    return {name: list(of_method) for name, of_method in runs.items()}
+    runs = {name: dict(method.run(seed) for seed in range(1, s.seeds + 1)) for name, method in methods.items()}
+    train_all({folder: args for of_method in runs.values() for folder, args in of_method.items()}, s.jobs)
+    for folder in [folder for of_method in runs.values() for folder in of_method if loss_of(folder) == inf]:
+        raise UserError(f'{folder} diverged, at the best learning rate of seed 0: '
+                        + (folder / DIVERGED).read_text().strip())
+    return {name: [*of_method] for name, of_method in runs.items()}
 
 
 def at_equal_cost(methods: dict[str, Method], s: Settings) -> dict[str, Method]:
@@ -185,12 +178,11 @@ def at_equal_cost(methods: dict[str, Method], s: Settings) -> dict[str, Method]:
     if s.equal == 'flops':
         cost = {name: read_runs([method.run(0)[0]]).flops_per_token[0] for name, method in methods.items()}
     else:  # seconds a token, of the fastest seed
-        runs = train_seeds(methods, s.seeds, s.jobs)
+        runs = train_seeds(methods, s)
         cost = {name: 1 / read_runs(folders).tokens_per_s.max() for name, folders in runs.items()}
     for name in [name for name, one in cost.items() if pd.isna(one)]:
         raise UserError(f'{name} has no FLOPs: its model needs flops_per_token (docs/own_model.md)')
-    first = next(iter(methods))
-    own = methods[first].settings
+    first, own = next((name, method.settings) for name, method in methods.items())
     budget = own.n_steps * own.tokens_per_step * cost[first]  # whole steps, as trained
     return {name: method if name == first else method.with_tokens(budget / cost[name], s.equal)
             for name, method in methods.items()}
@@ -227,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
         figures.write(out / 'rates', {'.csv': set_best_rates(methods, s.jobs)})
         if s.rates_only:
             return
-        trained = train_seeds(at_equal_cost(methods, s), s.seeds, s.jobs)
+        trained = train_seeds(at_equal_cost(methods, s), s)
         label_of = {str(folder): name for name, folders in trained.items() for folder in folders}
         runs = read_runs([*label_of])
         written = commands.final(runs.assign(label=runs.folder.map(label_of)), commands.Settings())

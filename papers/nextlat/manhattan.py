@@ -152,15 +152,9 @@ def effective_rank(states) -> float:
     return exp(entropy(values[values >= 1e-12]))
 
 
-@torch.inference_mode()
-def states_of(model, idx, batch_size: int):
-    """Return the final hidden states of idx (B, T) as (B T, C), on the CPU."""
-    device = next(model.parameters()).device
-    return torch.cat([model.final_hidden(part.to(device)).flatten(0, 1).cpu() for part in idx.split(batch_size)])
-
-
 # ---- the command line ----
 
+@torch.inference_mode()
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return a run's scores."""
     model, data, _ = figures.load(folder, s)
@@ -173,10 +167,11 @@ def measure(folder: str, s: Settings) -> list[dict]:
              for path in paths_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_paths)]
     valid = [task.is_valid(start, goal, path) for (start, goal), path in zip(pairs, paths)]
     prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
-    idx, _ = data.val_batch(range(task.val_rows), data.T)
+    windows = figures.val_windows(data, data.T, task.val_rows * data.T, s.batch_size, next(model.parameters()).device)
+    states = torch.cat([model.final_hidden(idx).flatten(0, 1).cpu() for idx, _ in windows])
     return [{'detours': float(np.mean(valid)), 'compression': compression(model, task, prefixes, s.batch_size),
              'same_way': same_paths(model, task, prefixes, s.batch_size),
-             'rank': effective_rank(states_of(model, idx, s.batch_size)), 'pairs': len(pairs)}]
+             'rank': effective_rank(states), 'pairs': len(pairs)}]
 
 
 @figures.script(Settings, one_by_one=True)

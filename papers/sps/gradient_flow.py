@@ -33,7 +33,6 @@ from lm_architectures.machine.devices import DType, make_progress
 STREAMS = 'x', 'rho'
 TREND = 21  # smoothing window in offsets (the paper's script)
 SEED = 0  # for documents and positions
-IN_CSV = 'positions', 'block_size', 'max_k', 'dtype', 'data'  # settings that are written to the CSV
 
 
 @dataclass
@@ -224,7 +223,7 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     rows = rows.groupby(['label', 'stream', 'k'], sort=False).agg(
         ratio=('ratio', 'mean'), runs=('run', 'size'), documents=('documents', 'first')).reset_index()
     rows['smoothed'] = rows.groupby(['label', 'stream']).ratio.transform(log_trend)
-    rows = rows.assign(seed=SEED, **{name: getattr(s, name) for name in IN_CSV})
+    rows = rows.assign(seed=SEED, positions=s.positions, block_size=block, max_k=s.max_k, dtype=s.dtype, data=s.data)
     figures.show(rows[rows.k.isin((1, 4, 16, 64, 256, s.max_k))], 'label', 'stream', 'k', 'ratio')
     return {'.csv': rows, '.png': plot(rows)}
 

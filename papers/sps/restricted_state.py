@@ -106,7 +106,7 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
         documents=('documents', 'first')).reset_index()
     rows['extra_nll'] = rows.restricted_nll - rows.nll
     rows['smoothed'] = rows.groupby('label').extra_nll.transform(figures.smoothed, TREND)
-    rows = rows.assign(**{name: getattr(s, name) for name in ('omega', 'block_size', 'dtype', 'data')})
+    rows = rows.assign(omega=s.omega, block_size=block, dtype=s.dtype, data=s.data)
     summary = rows.groupby('label', sort=False).agg(**{
         'extra nll, mean': ('extra_nll', 'mean'), 'last': ('smoothed', 'last'), 'documents': ('documents', 'first')})
     for name in ('extra nll, mean', 'last'):

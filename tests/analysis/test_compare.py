@@ -112,7 +112,7 @@ def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
     assert a.rate == pytest.approx(1e-3, rel=0.25)
     a.rate = 0.012
     with pytest.raises(UserError, match='a_lr0.012_seed1 diverged, at the best learning rate of seed 0: the gradients'):
-        compare.train_seeds({'a': a}, 1, 1)
+        compare.train_seeds({'a': a}, compare.Settings(seeds=1, jobs=1))
     for _ in range(2):
         with pytest.raises(UserError, match='b diverges at learning rates of 0.0667 to 0.15'):
             compare.set_best_rates({'b': b}, 1)

@@ -138,12 +138,12 @@ def write(path, contents: dict) -> None:
     for ending, content in contents.items():
         if isinstance(content, pd.DataFrame):
             content = content.to_csv(index=False)
-        if not isinstance(content, str):
-            png = io.BytesIO()
-            content.savefig(png, dpi=200)
-            write_file(f'{path}{ending}', png.getvalue())
+        if isinstance(content, str):
+            written = content.encode(errors='replace')
         else:
-            write_file(f'{path}{ending}', content.encode(errors='replace'))
+            content.savefig(png := io.BytesIO(), dpi=200)
+            written = png.getvalue()
+        write_file(f'{path}{ending}', written)
     if contents:
         print('written to ' + ', '.join(f'{path}{ending}' for ending in contents))
 

@@ -233,12 +233,11 @@ def plot(rows: pd.DataFrame, name='a GPN'):
     parts = [part for part in PANELS if part in {*rows.part}]
     figure, axes = figures.new_figure(f'State and memory of {name}', len(parts), (5, 4))
     for ax, part in zip(axes, parts):
-        title, x_label, y_label, scale = PANELS[part]
-        for name, own in rows[rows.part == part].groupby('name', sort=False):
-            if part == 'perplexity':
-                ax.barh(name, own.value, color='C0')
-            else:
-                ax.plot([*own.x], [*own.value], label=name, marker='o' if scale == 'log' else '', markersize=3)
+        (title, x_label, y_label, scale), own = PANELS[part], rows[rows.part == part].rename(columns={'name': 'label'})
+        if part == 'perplexity':
+            ax.barh(own.label, own.value)
+        else:
+            figures.draw(ax, own, 'x', 'value', marker='o' if scale == 'log' else None)
         if part in ('cosine', 'retention'):
             ax.legend(fontsize='x-small')
         ax.set(xlabel=x_label, ylabel=y_label, xscale=scale, title=title)

@@ -187,6 +187,19 @@ def test_runs_that_cannot_be_drawn_are_left_out_and_named(tmp_path):
     assert (tmp_path / 'curves.png').exists() and (tmp_path / 'curves.csv').exists()  # beside the first run
 
 
+def test_runs_that_an_analysis_cannot_use_are_left_out_and_named(capsys):
+    def measure(folder):
+        if folder in 'xyz':
+            raise UserError(f'{folder} cannot be analyzed')
+        return [{'k': 1, 'nats': 2.0}, {'k': 2, 'nats': 3.0}]
+    runs = pd.DataFrame({'label': ['A', 'B', 'A'], 'folder': ['a', 'x', 'b']})
+    rows = figures.measured(runs, measure)
+    assert [*rows.run] == ['a', 'a', 'b', 'b'] and {*rows.label} == {'A'} and [*rows.k] == [1, 2, 1, 2]
+    assert 'left out: x cannot be analyzed' in capsys.readouterr().err
+    with pytest.raises(UserError, match='y cannot be analyzed'):
+        figures.measured(runs.assign(folder=['y', 'x', 'z']), measure)
+
+
 def test_differences_pair_runs_by_seed(tmp_path):
     losses = {('standard', 1): [4.0, 3.0], ('standard', 2): [5.0, 2.0], ('sps', 2): [5.5, 2.25], ('sps', 1): [4.0, 3.5]}
     runs = [write_run(tmp_path / f'{model}{seed}', own, model, seed=seed) for (model, seed), own in losses.items()]

@@ -189,7 +189,7 @@ def test_figure_5a_of_tiny_runs(tiny_runs, tmp_path):
     result = succeeded(run('-m', 'papers.sps.gradient_flow', *tiny_runs, f'--out={tmp_path}/a', '--n_documents=3',
                            '--positions=2', '--device=cpu'))
     assert 'the first 32 tokens of each document, k up to 16, positions from 2 on' in result.stdout
-    assert 'reverse_sps: the loss of a step does not depend on its own rho' in result.stdout
+    assert 'reverse: the loss of a step does not depend on its own rho' in result.stdout
     lines = pd.read_csv(tmp_path / 'a.csv')[['label', 'stream']].drop_duplicates().to_numpy().tolist()
     sps, reverse = 'sps, method=sps', 'sps, method=reverse_sps'
     assert lines == [['standard', 'x'], [sps, 'x'], [sps, 'rho'], [reverse, 'x']]

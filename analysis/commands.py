@@ -230,12 +230,11 @@ def table(runs: pd.DataFrame) -> pd.DataFrame:
 
 def formatted(rows: pd.DataFrame, what: str = 'loss') -> str:
     """Format the rows of `table` in Markdown."""
-    forms = {'parameters': '{:,}', 'state_bytes': '{:,.0f}', 'learning_rate': '{:.2g}', 'tokens': '{:,}',
-             'flops': '{:.3g}', 'tokens_per_s': '{:,.0f}', 'n': '{:.0f}', 'mean': '{:.4f}'}
-    shown = rows[['label', *forms]].astype(object)
-    for name, form in forms.items():
-        shown[name] = rows[name].map(lambda x, form=form: '' if pd.isna(x) else form.format(x))
-    shown.columns = ['model', 'parameters', 'bytes of state', 'lr', 'tokens', 'FLOPs', 'tokens/s', 'seeds', what]
+    columns = {'parameters': ('parameters', ','), 'bytes of state': ('state_bytes', ',.0f'),
+               'lr': ('learning_rate', '.2g'), 'tokens': ('tokens', ','), 'FLOPs': ('flops', '.3g'),
+               'tokens/s': ('tokens_per_s', ',.0f'), 'seeds': ('n', '.0f'), what: ('mean', '.4f')}
+    shown = pd.DataFrame({'model': rows.label} | {
+        title: ['' if pd.isna(x) else f'{x:{form}}' for x in rows[name]] for title, (name, form) in columns.items()})
     shown['95%'] = [f'{low:.4f} to {high:.4f}' if low == low else '' for low, high in zip(rows.low, rows.high)]
     if len(rows) > 1:
         gaps = rows[['minus_mean', 'minus_low', 'minus_high']].to_numpy()[1:]

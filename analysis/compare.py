@@ -132,10 +132,8 @@ class Method:
         s, per_step = self.settings, self.settings.tokens_per_step
         tokens = max(1, round(tokens / per_step)) * per_step
         warmup = s.warmup_tokens * tokens // s.max_tokens
-        other = Method([*self.args, f'--max_tokens={tokens}', f'--warmup_tokens={warmup}'], f'{self.prefix}_{name}',
-                       self.share)
-        other.rate = self.rate
-        return other
+        args = f'--max_tokens={tokens}', f'--warmup_tokens={warmup}', f'--learning_rate={self.rate}'
+        return Method([*self.args, *args], f'{self.prefix}_{name}', self.share)
 
 
 def set_best_rates(methods: dict[str, Method], jobs: int) -> pd.DataFrame:

@@ -25,8 +25,6 @@ from analysis import figures
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError
 
-STATES = 16_384  # paper, section 7.1: 8 batches of 2,048
-
 
 @dataclass
 class Settings(figures.ModelSettings):
@@ -253,7 +251,7 @@ def rows_of(folder: str, s: Settings) -> pd.DataFrame:
                         '--mask_documents=False')
     device = model.fuse.weight.device
     T = getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
-    batch_size = s.batch_size or max(1, STATES // (s.batches * T))
+    batch_size = s.batch_size or max(1, 16_384 // (s.batches * T))  # paper, section 7.1: 8 batches of 2,048 states
     if (n_windows := data.n_rows('val', T)) < (wanted := s.batches * batch_size):
         raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
                         f'batches of {batch_size}: lower batches or batch_size')

@@ -138,7 +138,7 @@ class SpeculativeDecoder(generation.Decoder):
         cache = generation.allocate_cache(model, prompts, n_slots, longest + 1)
         super().__init__(model, prompts, cache, seed, filters)
         self.drafter = SelfDrafter(model, cache) if draft is None else ModelDrafter(draft, prompts, n_slots, longest)
-        self.models.append(self.drafter.model)
+        self.models += [self.drafter.model]
         (B, V), device = self.noise.shape, self.noise.device
         self.uniform = torch.full((B, longest), 0.5, device=device)
         self.drafts = torch.zeros(B, longest, dtype=torch.int64, device=device)

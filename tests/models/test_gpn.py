@@ -44,7 +44,7 @@ def test_initial_weights_match_the_official_code():
 def paper_states(model, idx, edit=''):
     """Compute the states of one window (T, C) from the equations, head by head.
 
-    edit: the model in edits/ whose changed equation replaces the paper's.
+    edit: the model in papers/gpn/edits/ whose changed equation replaces the paper's.
     """
     w, c = dict(model.named_parameters()), model.config
 

@@ -158,7 +158,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    write_type = Write  # for subclasses, see edits/
+    write_type = Write  # for subclasses, see papers/gpn/edits/
     sequential = True  # `extend` runs token by token, so verifying drafts saves no time
 
     def __init__(self, config):

@@ -1,4 +1,4 @@
-# GPN+M (0.3M), small enough to train edited equations with `Model.loop` (edits/).
+# GPN+M (0.3M), small enough to train edited equations with `Model.loop` (papers/gpn/edits/).
 from config.gpn_small import *
 
 n_embd = 128

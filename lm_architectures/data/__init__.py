@@ -13,7 +13,7 @@ from lm_architectures.files import UserError, locked, remove
 
 
 class MissingData(UserError):
-    """There are no data of that name, but a command may build them."""
+    """No data of this name; a command may build it."""
 
 
 def open_data(name):

@@ -1,4 +1,4 @@
-"""Print a row of a synthetic task, and its targets. A target _ does not count.
+"""Print a row of a synthetic task, and its targets. `_` marks targets that do not count.
 
 python -m lm_architectures.data pointer_chasing:hops=2,keys=3,values=10
 """

@@ -28,7 +28,7 @@ from lm_architectures.decode.generation import generate
 from lm_architectures.files import UserError
 from lm_architectures.settings import Text, check_ranges, make_settings
 
-SOLVED = 0.99  # from this accuracy on, a task, or a level of it, is solved
+SOLVED = 0.99  # accuracy from which a task, or a level of it, counts as solved
 MAX_CACHED_BYTES = 2 ** 30  # fixed training sets up to this size stay in memory
 
 

@@ -60,7 +60,7 @@ def draw(probs, noise) -> torch.Tensor:
 
 # ---- generation ----
 
-@torch.autocast('cpu', enabled=False)  # CPUs decode in fp32
+@torch.autocast('cpu', enabled=False)  # on CPUs, in the dtype of the weights
 def generate(model, prompts: list[list[int]], max_new_tokens: int, *, cache=None, **options) -> list[list[int]]:
     """Continue each prompt, of any length >= 1. Returns the new ids of each, incl. a final eos_id.
 
@@ -126,7 +126,7 @@ class Decoder:
         if device.type == 'cuda':
             torch.cuda.set_device(device)  # CUDA graphs are captured on the selected GPU
         self.model, self.cache, self.filters = decodable(model), cache, filters
-        self.models = [self.model]  # that a step runs
+        self.models = [self.model]  # all models that a step runs
         self.uses, self.graphs, self.pool = Counter(), {}, None
         self.generator = torch.Generator(device).manual_seed(seed)
         self.is_greedy = filters.get('temperature', 1) < 1e-6

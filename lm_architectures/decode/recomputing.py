@@ -5,9 +5,9 @@ MAX_LOGITS = 2 ** 26  # maximum number of logits in one call
 
 
 class Recomputing:
-    """Adapter that adds `new_cache` and `extend` to a model with `logits(idx)`. Caches the text.
+    """Adapter that adds `new_cache` and `extend` to a model with `logits(idx)`.
 
-    There is no `cache.hidden`, and steps are not captured as CUDA graphs.
+    The cache holds only the text, has no `hidden`, and steps are not captured as CUDA graphs.
     """
 
     has_graphs = False

@@ -202,7 +202,7 @@ class SelfDrafter:
         return tokens[:, 0], probs[:, 0]
 
     def end_round(self, n, drafts, accepted, live):
-        """Roll back to the first accepted (B,) of the drafts (B, n); fully in rows not live."""
+        """Do nothing: verification has rolled back the shared cache."""
 
 
 class ModelDrafter:
@@ -231,7 +231,7 @@ class ModelDrafter:
         return pick(self.model.extend(self.to_feed[:, :width], self.cache, self.n_held))
 
     def end_round(self, n, drafts, accepted, live):
-        """See `SelfDrafter.end_round`."""
+        """Roll back to the first accepted (B,) of the drafts (B, n); fully in rows not live."""
         if n == 0:  # every text is at its last token
             return
         self.cache.rollback(torch.where(live, n - 1 - accepted.clamp(max=n - 1), self.n_held))
@@ -241,7 +241,7 @@ class ModelDrafter:
 
 
 def acceptance(model, data, block_size: int, n_prompts: int, seed: int) -> float:
-    """Return the fraction of accepted drafts, up to 5 tokens each, on validation windows' ends."""
+    """Return the fraction of accepted drafts of up to 5 tokens, on halves of validation windows."""
     T = block_size // 2
     prompts = data.val_batch(range(min(n_prompts, data.n_rows('val', T))), T)[0].tolist()
     drafted, accepted = zip(*speculative_generate(model, prompts, block_size - T, draft_len=min(5, model.longest_draft),

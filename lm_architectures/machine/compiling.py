@@ -1,4 +1,4 @@
-"""GPU specifics: peak FLOP/s, and torch.compile."""
+"""torch.compile, and the peak FLOP/s of GPUs."""
 import re
 
 import torch

@@ -183,7 +183,7 @@ def omp_threads() -> int | None:
 def set_threads(n_threads: int | None, local_world: int) -> None:
     """Set the number of CPU threads. None: PyTorch's default, or cores / local processes.
 
-    OMP_NUM_THREADS takes precedence, except for the value 1 that torchrun sets by default.
+    OMP_NUM_THREADS replaces the default, except for the value 1 that torchrun sets.
     """
     omp = omp_threads()
     if n_threads is None and (omp is None or local_world > 1 and omp == 1):

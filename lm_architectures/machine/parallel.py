@@ -1,7 +1,7 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-First values of all processes, then the model on several processes. Without other processes, each
-function does what one process needs. docs/scale.md explains which weights FSDP gathers when.
+Collectives on values come first, then wrapping the model. With a single process, each function does
+what that process needs. docs/scale.md explains which weights FSDP gathers when.
 """
 import os
 import sys

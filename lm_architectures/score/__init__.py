@@ -1,1 +1,1 @@
-"""Validation loss, tasks of lm-eval and of local files."""
+"""Validation loss, and tasks of lm-eval, also from local files."""

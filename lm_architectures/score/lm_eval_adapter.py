@@ -53,7 +53,7 @@ class RunLM(TemplateLM):
         return self.rolling([self.tok_encode(request.args[0]) for request in requests])
 
     def rolling(self, texts: list[list[int]]) -> list[float]:
-        """Return the log-likelihood of each text (a list of ids) in nats, cut to the context."""
+        """Return the log-likelihood of each text (a list of ids) in nats, by rolling windows."""
         windows = [(i, make_disjoint_window(window)) for i, ids in enumerate(texts)
                    for window in get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, 1)]
         totals = [0.0] * len(texts)

@@ -1,4 +1,4 @@
-"""Countdown: combine four numbers to a fifth in three equations (NextLat's reasoning task).
+"""Countdown: combine four numbers into a fifth in three equations (NextLat's reasoning task).
 
     python train.py --data=countdown --block_size=27 --mask_documents=False ... options: Task
 
@@ -11,7 +11,8 @@ Each equation replaces two of the remaining numbers by its result. Tokens are th
 
 As in "Stream of Search" (Gandhi et al.), numbers and target are drawn until solvable, and the
 solution is the first found by depth-first search. It tries pairs in order, and a + b, a * b, larger
-minus smaller and, if whole, larger over smaller. A tenth of the targets is in held-out rows only.
+minus smaller and, if whole, larger over smaller. A tenth of the targets appear only in held-out
+rows.
 """
 from collections import Counter
 from dataclasses import dataclass

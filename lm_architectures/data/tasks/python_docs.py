@@ -16,7 +16,7 @@ WITH_DOCSTRING = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def documents():
-    """Return [(split, text)], deduplicated, in a fixed order. A hash of the text decides."""
+    """Return [(split, text)], deduplicated and in order. A hash of the text chooses the split."""
     return [(split_of(text), text) for text in dict.fromkeys(texts())]
 
 

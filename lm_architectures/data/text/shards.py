@@ -134,7 +134,7 @@ class Data:
 # ---- the order of training ----
 
 def shuffled(numbers: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row for each number, and a random number of its epoch: int64, uint64."""
+    """Return the row for each number, and a random number per epoch: int64, uint64."""
     epochs, index = np.divmod(numbers, n)
     rows, own = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.uint64)
     for epoch in np.unique(epochs).tolist():

@@ -196,6 +196,8 @@ def csv_records(file: str, s: Reading) -> Iterator[tuple]:
         rows = csv.DictReader(lines, strict=True)  # an error for a quote that is never closed
         fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
         for n, row in enumerate(rows, 1):
+            if None in row:  # a comma without quotes would cut the text
+                raise ValueError(f'row {n:,} has more cells than the header')
             yield n, {field: row[field] or None for field in fields}
 
 

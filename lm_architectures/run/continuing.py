@@ -18,24 +18,25 @@ def may_change(record: dict) -> set[str]:
     return MAY_CHANGE | {*getattr(models.model_file(record['model'], record['code']).Config, 'may_change', ())}
 
 
-def saved_settings(Settings: type, source: str, record: dict, given: dict, first) -> dict:
-    """Return all settings of the run `source` to continue. UserError for given ones that differ.
+def continued_settings(Settings: type, start, given: dict) -> dict:
+    """Return all settings of the run to continue. UserError for given ones that differ.
 
-    record: its config.json. first: the settings FIRST of run_settings.py.
+    start: a `run_settings.Start`.
     """
+    source, record = start.source, start.record
     saved = asdict(make_settings(Settings, record['settings'], f'in {source}/config.json')) | asdict(
         folders.saved_config(record, source))
     free = may_change(record)
-    if not first.resume:
+    if not start.resume:
         free |= {'extend', 'max_tokens'}
         if saved['schedule'] == 'cosine':
             raise UserError(f'{source} has schedule = cosine, whose learning rates depend on max_tokens from the '
-                            'start, so it cannot be extended: train a new run, with wsd or constant to extend that one')
-        if 'out_dir' not in given or Path(first.out_dir).resolve() == Path(source).resolve():
+                            'start, so it cannot be extended: use wsd or constant for a run that you want to extend')
+        if 'out_dir' not in given or Path(start.out_dir).resolve() == Path(source).resolve():
             raise UserError(f'--extend={source} needs a new run folder: add --out_dir=NEW')
         if given.get('max_tokens', 0) <= saved['max_tokens']:
             raise UserError(f'{source} has max_tokens = {saved["max_tokens"]}: set --max_tokens to more than that')
-    for name in sorted(given.keys() - free, key=lambda name: name != 'model'):  # first, as it decides which there are
+    for name in sorted(given.keys() - free, key=lambda name: name != 'model'):  # it decides which there are
         if name in saved and given[name] == saved[name]:
             continue
         have = f'{name} = {saved[name]!r}' if name in saved else f'model = {saved["model"]!r}, without {name}'
@@ -47,19 +48,20 @@ def saved_settings(Settings: type, source: str, record: dict, given: dict, first
     return saved
 
 
-def inherited_settings(source: str, record: dict, Config: type, first) -> dict:
-    """Return the settings that a new model takes over from the run `source` of --init_from.
+def inherited_settings(Config: type, start) -> dict:
+    """Return the settings that a new model takes over from the run of --init_from.
 
-    record: its config.json. Config: that of the new model. first: see `saved_settings`.
+    Config: that of the new model. start: a `run_settings.Start`.
     """
-    if Path(first.out_dir).resolve() == Path(source).resolve():
+    source, record = start.source, start.record
+    if Path(start.out_dir).resolve() == Path(source).resolve():
         raise UserError(f'--init_from and --out_dir are both {source}: set another --out_dir')
     values = asdict(folders.saved_config(record, source))
     theirs, known = models.model_file(record['model'], record['code']).Config, {f.name for f in fields(Config)}
     for name in getattr(theirs, 'defining', ()):
         if values[name] is not None and name not in known:
             raise UserError(f'{source} cannot be converted to this model: it has {name} = {values[name]}, but '
-                            f'model_{first.model} has no {name}')
+                            f'model_{start.model} has no {name}')
     known -= {*getattr(theirs, 'own', ())} ^ {*getattr(Config, 'own', ())}  # these mean something else in one of them
     masks = {'mask_documents': values['eos_id'] is not None} if 'eos_id' in values else {}
     return masks | {name: value for name, value in values.items() if name in known - {'n_ids', 'eos_id'}}

@@ -7,9 +7,8 @@ train.py calls `read_settings` and `training_data`; with the data, `model_config
 `check_settings`.
 """
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 
 from lm_architectures.data import MissingData, open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
@@ -18,10 +17,22 @@ from lm_architectures.machine.devices import ranks
 from lm_architectures.run import models
 from lm_architectures.settings import HERE, convert, parse_args, print_help, read_config_file
 
-FIRST = 'model', 'out_dir', 'resume', 'code', 'extend', 'init_from'  # they say where the other settings come from
+FIRST = 'model', 'out_dir', 'resume', 'code', 'extend', 'init_from'  # read first: the others follow from them
 
 
 # ---- merging ----
+
+@dataclass
+class Start:
+    """Where a run starts."""
+
+    model: str  # its name
+    out_dir: str
+    resume: bool
+    continues: bool  # resumes or extends `source`
+    source: str | None  # run to continue, or whose weights to start from
+    record: dict | None  # config.json of `source`
+
 
 def read_settings(Settings: type, argv: list[str]) -> tuple:
     """Return (settings, {name: value} for the model's Config, config.json of the run to continue).
@@ -30,45 +41,61 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     """
     line, files = parse_args(argv)
     wants_help = line.pop('help', False)
+    path = one_file(files, argv)
+    file, in_file = (read_config_file(path), f'in {path}') if path else ({}, '')
+    start = starting_point(Settings, file, line, path)
+    Config = models.model_file(start.model, start.source if start.continues and start.record['code'] else None).Config
+    if wants_help:
+        print_help(Settings, Config)
+    own = {f.name for f in fields(Settings)}
+    if 'model' in file and 'model' in line:  # then settings that only the file's model has are left out
+        theirs = models.model_file(models.given_model(file['model'])).Config
+        foreign = {f.name for f in fields(theirs)} - {f.name for f in fields(Config)} - own
+        file = only(file.keys() - foreign, file)
+    given = convert(file, in_file, Settings, Config) | convert(line, HERE, Settings, Config)
+    resolved = {'model': start.model, 'out_dir': start.out_dir}  # a model may be given as a path
+    given |= only(given, resolved)
+    if start.continues and given.get('dtype') == 'auto':
+        del given['dtype']  # the run recorded the dtype that auto chose
+    values = saved_settings(Settings, Config, start, given) | resolved | given
+    s = Settings(**only(own, values))
+    return s, only(values.keys() - own, values), start.record if start.continues else None
+
+
+def one_file(files: list[str], argv: list[str]) -> str | None:
+    """Return the config file, the only positional argument, if there is one."""
     if len(files) > 1:
         spaced = [f': write {name}={text}' for name, text in zip(argv, argv[1:])
                   if re.fullmatch(r'--\w+', name) and text in files]
         raise UserError('expected one config file and overrides as --key=value, got ' + ' '.join(files)
                         + ''.join(spaced[:1]))
-    file, in_file = (read_config_file(files[0]), f'in {files[0]}') if files else ({}, '')
-    default = {f.name: f.default for f in fields(Settings)}
-    first = SimpleNamespace(**default | convert(only(FIRST, file), in_file, Settings)
-                            | convert(only(FIRST, line), HERE, Settings))
+    return files[0] if files else None
 
-    def out_dir() -> str:
-        return first.out_dir or f'out/{Path(files[0]).stem if files else models.model_name(first.model)}'
-    source, record = out_dir() if first.resume else first.extend or first.init_from, None
-    continues = first.resume or bool(first.extend)
+
+def starting_point(Settings: type, file: dict, line: dict, path: str | None) -> Start:
+    """Return the start that a config file (at `path`) and the command line ask for."""
+    first = {f.name: f.default for f in fields(Settings)}
+    first |= convert(only(FIRST, file), f'in {path}', Settings) | convert(only(FIRST, line), HERE, Settings)
+    model, out_dir, resume = first['model'], first['out_dir'] or (path and f'out/{Path(path).stem}'), first['resume']
+    source = out_dir or f'out/{models.model_name(model)}' if resume else first['extend'] or first['init_from']
+    record = None
     if source:
-        from lm_architectures.run import continuing, folders
-        record = folders.read_run(source, first.code)
-    if record and not files and 'model' not in line:
-        first.model = record['model']
-    first.model, first.out_dir = models.given_model(first.model), out_dir()  # the model may be given as a path
-    Config = models.model_file(first.model, source if continues and first.code else None).Config
-    if 'model' in file and 'model' in line:  # then settings that only the file's model has are left out
-        theirs = models.model_file(models.given_model(file['model'])).Config
-        foreign = {f.name for f in fields(theirs)} - {f.name for f in fields(Config)} - default.keys()
-        file = only(file.keys() - foreign, file)
-    if wants_help:
-        print_help(Settings, Config)
-    this, saved = {'model': first.model, 'out_dir': first.out_dir}, {}
-    given = convert(file, in_file, Settings, Config) | convert(line, HERE, Settings, Config)
-    given |= only(given, this)
-    if continues:
-        if given.get('dtype') == 'auto':
-            del given['dtype']  # the run recorded the dtype that auto chose
-        saved = continuing.saved_settings(Settings, source, record, given, first)
-    elif record:
-        saved = continuing.inherited_settings(source, record, Config, first)
-    values = saved | this | given
-    s = Settings(**only(default, values))
-    return s, only(values.keys() - default.keys(), values), record if continues else None
+        from lm_architectures.run import folders  # most runs start anew
+        record = folders.read_run(source, first['code'])
+        if not path and 'model' not in line:
+            model = record['model']
+    model = models.given_model(model)
+    return Start(model, out_dir or f'out/{model}', resume, resume or bool(first['extend']), source, record)
+
+
+def saved_settings(Settings: type, Config: type, start: Start, given: dict) -> dict:
+    """Return the settings that the run takes over from start.source."""
+    if not start.source:
+        return {}
+    from lm_architectures.run import continuing
+    if start.continues:
+        return continuing.continued_settings(Settings, start, given)
+    return continuing.inherited_settings(Config, start)
 
 
 def only(names, values: dict) -> dict:

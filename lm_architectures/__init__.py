@@ -1,4 +1,4 @@
-"""What all scripts share, and the Python interface: `from lm_architectures import load, train`.
+"""Code that all scripts share. The Python interface: `from lm_architectures import load, train`.
 
     run = load('out/quickstart')
     run.generate(['Return the'], max_new_tokens=50, temperature=0.8)

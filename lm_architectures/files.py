@@ -65,7 +65,7 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which may come from the files of others."""
+    """Escape control characters, which may come from untrusted files."""
     return ''.join(c if c.isprintable() or c in '\n\t' else c.encode('unicode_escape').decode() for c in text)
 
 
@@ -121,7 +121,7 @@ def locked(folder, wait: bool = False) -> Iterator[None]:
 # ---- writing ----
 
 def open_in_run(path, mode: str) -> IO:
-    """Open a text file of a run folder for writing, by lines. OSError for a link, wherever to."""
+    """Open a text file of a run folder for writing, by lines. OSError if it is a link."""
     return open(path, mode, 1, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 

@@ -11,7 +11,7 @@ SPIN_COUNT = '5000'
 def quiet_start() -> None:
     """Prepare the process: escape unprintable characters, no progress bars in logs.
 
-    Environment variables that the user has set are kept, but for MPLBACKEND.
+    Environment variables that the user has set are kept, except MPLBACKEND.
     """
     os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
     for stream in (sys.stdout, sys.stderr):

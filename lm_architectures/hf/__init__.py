@@ -1,1 +1,1 @@
-"""The border to Hugging Face: import, export, tokenizers."""
+"""Import from and export to Hugging Face, with tokenizers."""

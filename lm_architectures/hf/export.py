@@ -24,7 +24,7 @@ from typing import Literal
 
 from safetensors.torch import save_file
 
-from lm_architectures.files import ROOT, UserError, friendly_errors, remove, write_file
+from lm_architectures.files import ROOT, UserError, friendly_errors, remove, write_file, write_json
 from lm_architectures.hf.families import FAMILIES, family_of, to_family
 from lm_architectures.hf.tokenizers import keeps_ids, save_tokenizer
 from lm_architectures.run import checkpoint, folders, models, records
@@ -52,7 +52,8 @@ tokenizer = AutoTokenizer.from_pretrained('FOLDER'{code})
 |---|---|
 {facts}
 
-The license is yours to choose. Weights that started from others' keep the conditions of those. The model's settings:
+The license is yours to choose. If the weights started from another model, its license
+still applies. The model's settings:
 
 ```json
 {config}
@@ -71,7 +72,7 @@ class Settings:
 def export_run(run, folder, exact: bool = False, code: str | None = None) -> None:
     """Write a run as a new Hugging Face folder, in its checkpoint's dtype, with its tokenizer.
 
-    exact: with the model's code, even if a family of transformers has its shape. code: see
+    exact: with the model's code, even if a family of transformers gives its logits. code: see
     `folders.read_run`.
     """
     from transformers import GenerationConfig
@@ -103,7 +104,7 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     print(f'{folder} is a Hugging Face folder, {kind}: load it with AutoModelForCausalLM.from_pretrained('
           f'{str(folder)!r}{"" if family else ", trust_remote_code=True"})')
     if family == 'qwen2' and not keeps_ids(folder, data['tokenizer'], data['bos']):
-        print('AutoTokenizer splits the texts of a Qwen2 by rules of its own, which give other ids than in this run: '
+        print('AutoTokenizer splits the texts of a Qwen2 with its own rules, which give other ids than in this run: '
               'load the tokenizer with PreTrainedTokenizerFast, or export with --exact')
     if family and c.eos_id is not None:
         print(f'A {FAMILIES[family]} does not mask attention between documents: its logits differ from this run after '
@@ -133,17 +134,15 @@ def model_card(run: Path, record: dict, step: int, n_parameters: int, family: st
 
 def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list[int], folder: Path) -> None:
     """Write a Hugging Face folder with the weights, the model's code, and wrapper.py to run it."""
-    from lm_architectures.hf.wrapper import RunConfig
     folder.mkdir(parents=True)
-    RunConfig(
-        model_config=dataclasses.asdict(c), vocab_size=n_rows,
-        dtype=next(t.dtype for t in tensors.values() if t.is_floating_point()),
-        hidden_size=getattr(c, 'n_embd', None), num_hidden_layers=getattr(c, 'n_layer', None),
-        max_position_embeddings=record['settings']['block_size'], eos_token_id=ends,
-        architectures=['RunForCausalLM'], auto_map={
-            'AutoConfig': 'hf_model.RunConfig', 'AutoModel': 'hf_model.RunModel',
-            'AutoModelForCausalLM': 'hf_model.RunForCausalLM'},
-    ).save_pretrained(folder)
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+    write_json(folder / 'config.json', {
+        'model_type': 'language-model-architectures', 'model_config': dataclasses.asdict(c), 'vocab_size': n_rows,
+        'dtype': str(dtype).removeprefix('torch.'), 'hidden_size': getattr(c, 'n_embd', None),
+        'num_hidden_layers': getattr(c, 'n_layer', None), 'eos_token_id': ends,
+        'max_position_embeddings': record['settings']['block_size'], 'architectures': ['RunForCausalLM'],
+        'auto_map': {'AutoConfig': 'hf_model.RunConfig', 'AutoModel': 'hf_model.RunModel',
+                     'AutoModelForCausalLM': 'hf_model.RunForCausalLM'}})
     save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
               {'format': 'pt'})
     wrapper = (ROOT / 'lm_architectures/hf/wrapper.py').read_text(encoding='utf-8')

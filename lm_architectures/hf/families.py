@@ -87,7 +87,7 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
     is_alike = {'n_ffn', 'window', 'tied_head', 'rope_scaling', 'qkv_bias', 'qk_norm'} <= vars(c).keys()
     if not is_alike or tensors.keys() != hf_tensor_map(c, c.n_ids).keys():
         return None
-    if c.qkv_bias and c.qk_norm or c.n_embd % c.n_head:  # no family has both; transformers needs a whole quotient
+    if c.qkv_bias and c.qk_norm or c.n_embd % c.n_head:  # no family has both; transformers needs a multiple of n_head
         return None
     family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'
     Model = models.model_file(record['model'], record['code']).Model

@@ -30,7 +30,7 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     Random state is not saved: it is a function of seed and step. keep, always: see `remove_older`.
     """
     names, tensors = {p: name for name, p in model.named_parameters()}, checkpoint_tensors(model)
-    rest = {}  # {parameter: {key: what is not a tensor}}
+    rest = {}  # {parameter: {key: what is no tensor}}
     for p, of_param in optimizer.state.items():
         for key, value in of_param.items():
             if isinstance(value, torch.Tensor):

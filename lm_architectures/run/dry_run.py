@@ -24,7 +24,7 @@ PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Ten
 
 
 def dry_run(s, config, data, n_processes: int) -> None:
-    """Print the size and cost of a run, its GPU memory per process, and whether s.gpu_gib suffice.
+    """Print the size and cost of a run, its GPU memory, and whether that fits in s.gpu_gib.
 
     n_processes: they share the weights with parallel = fsdp.
     """

@@ -1,4 +1,4 @@
-"""Runs in Python: `load` returns a `Run` that generates, scores texts and shows its states.
+"""Runs in Python: `load` returns a `Run` that generates, scores texts and returns its states.
 
 sample.py is a command line for `Generation`.
 """

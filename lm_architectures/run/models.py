@@ -65,8 +65,8 @@ def add_file(path: str) -> str:
         raise UserError(f'model is {path!r}, the copy in a run: use --code=run with that run')
     other = known_models().get(name)
     if other and not other.samefile(file) or not name.isidentifier():
-        raise UserError(f'model is {path!r}, whose name {name!r} is '
-                        + (f'that of {other}' if other else 'not a Python name') + ': rename the file')
+        raise UserError(f'model is {path!r}, but the name {name!r} is '
+                        + (f'taken by {other}' if other else 'not a Python name') + ': rename the file')
     ADDED[name] = other or file  # the same file, perhaps by another path
     return name
 

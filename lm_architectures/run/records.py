@@ -90,7 +90,7 @@ def set_aside(folder: Path) -> None:
             path.rename(moving / path.name)
         before = next(path for n in itertools.count(1) if not (path := folder / f'{BEFORE}{n}').exists())
         moving.rename(before)  # only when all is there
-        print(f'the run before is now in {before}')
+        print(f'moved the previous run to {before}')
 
 
 def run_record(s, config, data, machine) -> dict:
@@ -112,7 +112,7 @@ def run_record(s, config, data, machine) -> dict:
 # ---- a run in training ----
 
 class Records:
-    """What train.py adds to a run: lines of log.jsonl and wandb, by rank 0, and loss.png.
+    """Write to a run during training: lines of log.jsonl and wandb, by rank 0, and loss.png.
 
     A new run folder is written with its first log line, so a start that fails leaves nothing.
     """

@@ -145,7 +145,7 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
     assert texts[0] == texts[1]
     taken = mine.with_name('model_sps.py')
     taken.write_text(MINE)
-    assert_sentence(run('train.py', f'--model={taken}', f'--out_dir={tmp_path}/x'), "whose name 'sps' is that of")
+    assert_sentence(run('train.py', f'--model={taken}', f'--out_dir={tmp_path}/x'), "but the name 'sps' is taken by")
     assert_sentence(run('train.py', '--model=a/x.py', f'--out_dir={tmp_path}/x'), 'there is no such file')
 
 

@@ -162,7 +162,7 @@ def test_overwrite_moves_the_run_before_into_the_new_one(tiny_data, tiny_run, tm
     assert_sentence(train_tiny(tiny_data, link, '--overwrite', '--n_head=3'), 'n_head = 3')
     assert contents(disk) == first  # a start that fails moves nothing
     said = succeeded(train_tiny(tiny_data, link, '--overwrite', steps=2)).stdout
-    assert f'the run before is now in {link}/before_1\n' in said and contents(disk / 'before_1') == first
+    assert f'moved the previous run to {link}/before_1\n' in said and contents(disk / 'before_1') == first
     assert link.is_symlink() and [*losses(disk)] == [1, 2] and 'from step 20' in succeeded(
         run('train.py', f'--out_dir={disk}/before_1', '--resume')).stdout
     assert {path.name for path in (disk / 'ckpt').iterdir()} == {'step_00000001', 'step_00000002'}

@@ -315,7 +315,7 @@ def test_flops_count_the_unrolls():
 
 def test_contraction_estimates_equal_the_formula():
     model, idx = make(K=4), tokens(5, 12)
-    moves = [papers.context_ready.unrolls.measure(model, part, part)[1] for part in (idx[:2], idx[2:])]
+    moves = [papers.context_ready.unrolls.unrolled(model, part, part)[1] for part in (idx[:2], idx[2:])]
     found = papers.context_ready.unrolls.contraction(torch.cat(moves, 1))
     with torch.no_grad():
         e, _, starts, _ = model.prepare(idx)
@@ -400,5 +400,5 @@ def test_a_run_is_converted_and_analysed(tiny_data, tmp_path):
     assert float(ready['K=1 - K=5']) == pytest.approx(float(ready['K=1']) - float(ready['K=5']))
     assert plain['K=1 - K=5'] == plain['L_pooled'] == '' and ready['C/N'] == '8' and 0 < float(ready['L_pooled']) < 10
     settings = [papers.context_ready.unrolls.Settings(tokens=640, batch_size=n) for n in (3, 20)]
-    few, all_at_once = (papers.context_ready.unrolls.row_of(found[0], s)['K=1'] for s in settings)
+    few, all_at_once = (papers.context_ready.unrolls.measure(found[0], s)[0]['K=1'] for s in settings)
     assert few == pytest.approx(all_at_once, abs=0.002)  # each token counts once

@@ -10,8 +10,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-import importlib
-import io
+import itertools
 import json
 import linecache
 import os
@@ -20,9 +19,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.abc import ExecutionLoader
-from importlib.machinery import ModuleSpec
-from importlib.util import decode_source, spec_from_loader
+from importlib.util import decode_source
 from pathlib import Path
 from types import ModuleType
 
@@ -37,7 +34,7 @@ SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb'}  # files of the reposit
 KERNELS = decode_source(Path(attn_kernels.__file__).read_bytes())
 parse = functools.lru_cache(ast.parse)
 ADDED = {}  # {name: path} of the model files that `add_file` made known
-PACKAGES = {}  # {package: {module: (file, text)}} of the models imported in this process
+COUNT = itertools.count(1)  # of the texts imported in this process
 
 
 # ---- files ----
@@ -104,21 +101,25 @@ def code_folder(s) -> str | None:
 # ---- packages ----
 
 def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
-    """Return {module: (file, text)} of a model's file and the files that it imports.
+    """Return {module: (file, text)} of a model's file and the files that it imports, imports first.
 
     They are beside the model's file, or in the repository. In the texts, they import each other by
     relative imports. code: see `find_file`. UserError if two files have the same name.
     """
-    path, own = find_file(name, code), f'model_{name}'
+    path, own, found = find_file(name, code), f'model_{name}', {}
     folders = [path.parent] if code else [path.parent, ROOT]
-    files, found = {own: path}, {}
-    while missing := [module for module in files if module not in found]:
-        for module in missing:
-            text, imported = relative_imports(files[module], folders)
-            if imported.get(own, path) != path:
-                raise UserError(f'{path} and {imported[own]} would have the same name in a run: rename one of them')
-            found[module] = files[module], text
-            files |= imported
+
+    def add(module, file):
+        found[module] = None  # being read
+        text, imported = relative_imports(file, folders)
+        if imported.get(own, path) != path:
+            raise UserError(f'{path} and {imported[own]} would have the same name in a run: rename one of them')
+        for other, its_file in imported.items():
+            if other not in found:
+                add(other, its_file)
+        del found[module]
+        found[module] = file, text  # after what it imports
+    add(own, path)
     return found
 
 
@@ -153,65 +154,45 @@ def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Pa
     return b'\n'.join(lines).decode(), files
 
 
-class FromText(ExecutionLoader):
-    """Loads a module of a package in PACKAGES from its text in memory, never from a .pyc file."""
-
-    def __init__(self, package: str, path: Path, text: str):
-        """Give each text a file name of its own, under which tracebacks and `inspect` find it.
-
-        After an edit of the file, they still show what runs. Debuggers resolve the name.
-        """
-        self.text, self.file = text, f'{path.parent}/{"./" * [*PACKAGES].index(package)}{path.name}'
-        linecache.cache[self.file] = len(text), None, [*io.StringIO(text)], self.file
-
-    def get_source(self, fullname):
-        return self.text
-
-    def get_filename(self, fullname):
-        return self.file
-
-    @classmethod
-    def find_spec(cls, fullname, path=None, target=None):
-        """Find a package or a module in one. Python calls this for each import of a new module."""
-        package, _, module = fullname.rpartition('.')
-        name = re.fullmatch(r'model_(\w+)_[0-9a-f]{12}', fullname)
-        if name and name[1] in known_models():  # of an object that another process pickled
-            package_of(name[1])
-        if fullname in PACKAGES:
-            return ModuleSpec(fullname, None, is_package=True)
-        if module in PACKAGES.get(package, ()):
-            return spec_from_loader(fullname, cls(package, *PACKAGES[package][module]))
-        return None
-
-
-sys.meta_path.append(FromText)
-
-
-def package_of(name: str, code: str | None = None) -> tuple[str, Path]:
-    """Return the name of a model's package, which can then be imported, and the model's file.
-
-    attn_kernels is shared by all models with the same text of it.
-    """
-    files = code_of(name, code)
-    package = f'model_{name}_{hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]}'
-    PACKAGES.setdefault(package, files)
-    if 'attn_kernels' in files and files['attn_kernels'][1] == KERNELS:
-        sys.modules[f'{package}.attn_kernels'] = attn_kernels
-    return package, files[f'model_{name}'][0]
-
-
 def model_file(name: str, code: str | None = None) -> ModuleType:
     """Return the module of a model: see `find_file`. Imports it again after an edit."""
-    package, path = package_of(name, code)
-    try:
-        module = importlib.import_module(f'{package}.model_{name}')
-    except Exception as error:
-        if not code:
-            raise
-        raise UserError(f'{path} cannot be imported ({type(error).__name__}: {first_line(error)})')
+    files = code_of(name, code)
+    package = f'model_{name}_{hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]}'
+    if package not in sys.modules:
+        try:
+            import_package(package, files)
+        except BaseException as error:
+            for module in (package, *(f'{package}.{module}' for module in files)):
+                sys.modules.pop(module, None)
+            if not code or not isinstance(error, Exception):
+                raise
+            path, _ = files[f'model_{name}']
+            raise UserError(f'{path} cannot be imported ({type(error).__name__}: {first_line(error)})')
+    module = sys.modules[f'{package}.model_{name}']
     if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
-        raise UserError(f'{path} is not a model file: it has no {missing[0]}')
+        raise UserError(f'{files[f"model_{name}"][0]} is not a model file: it has no {missing[0]}')
     return module
+
+
+def import_package(package: str, files: dict[str, tuple[Path, str]]) -> None:
+    """Import the texts of `code_of` as modules of a package. Models share an equal attn_kernels.
+
+    Each text gets a file name of its own, under which tracebacks and `inspect` show what runs, also
+    after an edit of the file. Debuggers resolve the name.
+    """
+    parent = sys.modules[package] = ModuleType(package)
+    parent.__path__ = []  # of a package
+    modules = {name: ModuleType(f'{package}.{name}') for name in files}
+    if 'attn_kernels' in files and files['attn_kernels'][1] == KERNELS:
+        modules['attn_kernels'] = attn_kernels
+    sys.modules.update({f'{package}.{name}': module for name, module in modules.items()})
+    for name, (path, text) in files.items():
+        if modules[name] is attn_kernels:
+            continue
+        file = f'{path.parent}/{"./" * next(COUNT)}{path.name}'
+        linecache.cache[file] = len(text), None, text.splitlines(True), file
+        modules[name].__file__, modules[name].__package__ = file, package
+        exec(compile(text, file, 'exec', dont_inherit=True), vars(modules[name]))
 
 
 # ---- configs and models ----

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NO_SIZES, ROOT, assert_sentence, run, run_subprocess, succeeded
+from conftest import NO_SIZES, ROOT, assert_sentence, run, succeeded
 from safetensors.torch import load_file
 
 import attn_kernels
@@ -249,7 +249,7 @@ def test_a_model_is_a_package_of_the_files_that_it_imports(mine, tmp_path):
     assert again.scans is its_other.scans and its_other.pinned is scans.pinned
     assert first.standard.attention is attn_kernels.attention
     code = models.code_of('mine')
-    assert [*code] == ['model_mine', 'late', 'model_standard', 'my_layers', 'attn_kernels']
+    assert {*code} == {'model_mine', 'late', 'model_standard', 'my_layers', 'attn_kernels'}
     assert 'import math; from . import model_standard as standard; from lm_architectures import scans' in (
         code['model_mine'][1].splitlines()[3])
     helper.write_text('power = 1 / 0')
@@ -266,13 +266,6 @@ def test_a_model_is_a_package_of_the_files_that_it_imports(mine, tmp_path):
     other.write_text('from model_other import power')
     with pytest.raises(UserError, match='would have the same name in a run'):
         models.model_file('other')
-
-
-def test_pickled_configs_of_the_repository_are_known_to_new_processes(tmp_path):
-    (tmp_path / 'config.pkl').write_bytes(pickle.dumps(models.make_config('gpn', {'n_head': 3})))
-    code = ('import pickle, sys; from lm_architectures.run import models; '
-            'print(pickle.load(open(sys.argv[1], "rb")).n_head)')
-    assert succeeded(run_subprocess('-c', code, tmp_path / 'config.pkl')).stdout == '3\n'
 
 
 def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine, tiny_data, tmp_path):

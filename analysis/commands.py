@@ -249,6 +249,8 @@ def final(runs: pd.DataFrame, s: Settings) -> dict:
     runs = with_values(runs, s.y[0])
     if s.x:
         return over(runs, s)
+    if s.minus:  # the first label is subtracted
+        runs = runs.sort_values('label', key=lambda labels: labels != s.minus, kind='stable')
     rows, what = table(runs), 'loss' if s.y == ('val',) else s.y[0]
     text, written = formatted(rows, what), {'.csv': rows}
     if s.paper:
@@ -337,13 +339,18 @@ def decimals(texts: pd.Series) -> int:
 # ---- the command line ----
 
 COMMANDS = {'curves': curves, 'final': final, 'match': match}
+UNUSED = {'curves': ('x', 'paper'), 'final': (), 'match': ('y', 'minus', 'x', 'paper')}  # settings of other commands
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors(argv):
-        s, (name, *folders), _ = load_settings(Settings, [*(sys.argv[1:] if argv is None else argv)] or ['--help'])
+        s, positional, _ = load_settings(Settings, [*(sys.argv[1:] if argv is None else argv)] or ['--help'])
+        name, *folders = positional or ['']
         if name not in COMMANDS or not folders:
             raise UserError(f'expected python -m analysis {"|".join(COMMANDS)} RUN RUN ..., see its --help')
+        for setting in UNUSED[name]:
+            if getattr(s, setting) != getattr(Settings, setting):
+                raise UserError(f'{name} does not use {setting}: leave out --{setting}')
         if s.model:
             add_file(s.model)
         runs, ignored = tables.read_runs(folders, s.code), set()

@@ -324,6 +324,10 @@ def test_final_losses_are_compared_seed_by_seed(tmp_path):
     assert '| +0.217 (+0.027 to +0.406) |' in found.stdout == (tmp_path / 'figure.md').read_text() + found.stdout[
         found.stdout.index('written'):]
     assert 'left out' in found.stderr and 'half was last evaluated at 0 of 100 tokens' in found.stderr
+    rows, _ = analyzed(tmp_path, 'final', *runs, '--minus=sps')  # the other way round
+    assert [*rows.label] == ['sps', 'standard'] and rows.minus_mean[1] == pytest.approx(-gap.minus_mean)
+    assert_sentence(run('-m', 'analysis.__main__', 'curves', *runs, '--x=learning_rate'), 'curves does not use x')
+    assert_sentence(run('-m', 'analysis.__main__', '--out=x'), 'expected python -m analysis curves|final|match')
 
 
 def test_final_values_over_a_setting_have_one_line_per_label(tmp_path):

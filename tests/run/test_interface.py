@@ -74,7 +74,8 @@ from lm_architectures import load, read_log, train
 run = load(train.main([f'{root}/config/gpn_small.py', *args]))
 assert run.generate('ab', max_new_tokens=3, temperature=0) and len(read_log(run.folder)) == 3
 assert run.model.fast  # of scans/
-ours = {name for name, module in sys.modules.items() if str(getattr(module, '__file__', '')).startswith(root)}
+files = {name: str(getattr(module, '__file__', '')) for name, module in sys.modules.items()}
+ours = {name for name, file in files.items() if file.startswith(root) and 'site-packages' not in file}
 assert all(name.startswith(('lm_architectures', 'attn_kernels', 'state_cache', 'model_')) for name in ours), ours
 theirs()
 assert sys.path == path

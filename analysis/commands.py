@@ -212,12 +212,13 @@ def with_values(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     if name == 'val':
         return runs.assign(y=runs.loss)
 
-    def last(folder):
-        values = tables.last_values(folder)
+    def last(run):
+        values = tables.last_values(run.folder)
         if missing := {*names} - {*values}:
-            raise UserError(f'{folder} has no {min(missing)!r}: expected a logged value or a score of eval.py')
-        return float(np.mean([values[key] for key in names]))
-    return runs.assign(y=runs.folder.map(last))
+            raise UserError(f'{run.folder} has no {min(missing)!r}: expected a logged value or a score of eval.py')
+        return run.Index, float(np.mean([values[key] for key in names]))
+    found = pd.Series(dict(tables.usable(runs.itertuples(), last)))
+    return runs.loc[found.index].assign(y=found)
 
 
 def table(runs: pd.DataFrame) -> pd.DataFrame:

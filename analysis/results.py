@@ -114,7 +114,7 @@ def quantities(folder: str) -> pd.DataFrame:
         here = minus(rows, row.a, row.b, row.value) if row.b else spread(own, row.value, row.form)
         cells = f'{name}{here}', seeds(own), row.paper and f'{name}{row.paper}'
         found.setdefault(row.quantity, []).append(cells)
-    return pd.DataFrame([[quantity, *('; '.join(dict.fromkeys(filter(None, column))) for column in zip(*cells))]
+    return pd.DataFrame([[quantity, *(', '.join(dict.fromkeys(filter(None, column))) for column in zip(*cells))]
                          for quantity, cells in found.items()], columns=['quantity', 'here', 'seeds', 'the paper'])
 
 

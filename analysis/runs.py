@@ -137,7 +137,7 @@ def imported(runs: pd.DataFrame) -> pd.Series:
 # ---- labels ----
 
 def named(runs: pd.DataFrame, labels: str | None = None) -> pd.DataFrame:
-    """Return the runs with a label each: 'A,B' in order or, if None, the names of the folders."""
+    """Label each run by its own name in 'A,B' or, if `labels` is None, by its folder."""
     if labels is not None:
         return runs.assign(label=given_labels(labels, runs.folder))
     names = runs.folder.map(lambda folder: Path(folder).name)
@@ -147,7 +147,7 @@ def named(runs: pd.DataFrame, labels: str | None = None) -> pd.DataFrame:
 def label(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.Series:
     """Return each run's label: the model, then as few settings as tell the groups of runs apart.
 
-    Settings of a model are compared among its runs, those of training among all runs.
+    A model's settings are compared among the runs of that model, training settings among all runs.
     """
     text = runs[[name for name in runs if name not in IGNORED | {*ignored}]].map(repr)  # lists have no hash
     absent = (text == 'nan').sum()

@@ -40,7 +40,8 @@ GPU = DEVICE.type == 'cuda'
 
 @dataclass
 class Settings:
-    toy: bool = False  # run for seconds, at meaningless sizes, and write nothing
+    toy: bool = False  # run for seconds, at meaningless sizes
+    out: str | None = None  # write the rows to bench/results/NAME_cpu.json or NAME_gpu.json; None: only print them
 
 
 # ---- measuring ----
@@ -81,7 +82,7 @@ def memory() -> dict[str, int]:
 def memory_of(make: Callable) -> tuple:
     """Return the `memory` that make()() takes, and its result. Call it in a new process.
 
-    The peak is that of the call, without what make() needs meanwhile.
+    The peak is that of the call. What make() needs only while it runs does not count.
     """
     torch.zeros(1, device=DEVICE)
     before = memory()['held']
@@ -114,25 +115,25 @@ def one_line(about: dict) -> str:
     return f'{about["device"]}; {about["date"]}; commit {about["commit"]}; {versions}'
 
 
-def measure(argv: list[str] | None, settings: type, rows: Callable[..., Iterable[dict]], name: str | None = None):
-    """Print the dicts of rows(settings, *arguments) as they arrive and write them to bench/results.
+def measure(argv: list[str] | None, settings: type, rows: Callable[..., Iterable[dict]], takes_arguments=False):
+    """Print the dicts of rows(settings, *arguments) as they arrive, and write them to --out.
 
-    The file is NAME_cpu.json or NAME_gpu.json, and NAME_cpu.partial.json if interrupted. name: of a
-    program without arguments; others have a setting `out`. argv None: the process's arguments.
+    An interrupted measurement leaves NAME_cpu.partial.json. argv None: the process's arguments.
     """
     with friendly_errors(argv):
         s, arguments, _ = load_settings(settings, argv)
-        if arguments and name:
+        if arguments and not takes_arguments:
             raise UserError(f'unexpected {arguments[0]!r}: expected settings as --key=value, see --help')
-        out, found = None if s.toy else name or s.out, []
-        path = RESULTS / f'{out}_{"gpu" if GPU else "cpu"}.json'
+        path, found = RESULTS / f'{s.out}_{"gpu" if GPU else "cpu"}.json', []
+        if path.exists():
+            raise UserError(f'{path} already exists: choose another --out')
         partial = path.with_suffix('.partial.json')
         for row in rows(s, *arguments):
             found.append(row)
             print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
-            if out:
+            if s.out:
                 about = {'command': shlex.join(['python', *sys.orig_argv[1:]])} | where_and_when()
                 partial.write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
-        if out:
+        if s.out:
             partial.replace(path)
             print(f'written to {path}')

@@ -14,8 +14,8 @@ Context-Ready draws its number of unrolls in each step, as in train.py.
 decode: prompts of equal length, then greedy decoding. --new=1 times the prefill alone. On a GPU, a
 CUDA graph is captured in this time, so decode many tokens (--new=512).
 
-The sides take turns in one process. Times are medians after a warm-up, ratios are to the first
-side, and peak memory is what one process per side adds to what it held before the model.
+The sides take turns in one process. Times are medians after a warm-up, and ratios are to the first
+side. Peak memory is measured in a process per side, without what that held before the model.
 """
 import itertools
 import shlex
@@ -50,7 +50,6 @@ class Settings(bench.Settings):
     dtype: DType = 'auto'  # decode: of the weights; auto: bf16 on a GPU, else fp32. For training, give it to the sides
     rounds: int = 5  # turns of each side, after a warm-up
     memory: bool = True  # measure peak memory; without a GPU, on Linux only
-    out: str | None = None  # name of the results in bench/results; None: only print
 
     def __post_init__(self):
         if self.toy:
@@ -162,7 +161,7 @@ def compare(s: Settings, kind: str = '', *arguments: str) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, compare)
+    measure(argv, Settings, compare, takes_arguments=True)
 
 
 if __name__ == '__main__':

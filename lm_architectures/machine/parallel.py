@@ -1,7 +1,7 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-Collectives on values come first, then wrapping the model. With a single process, each function does
-what that process needs. docs/scale.md explains which weights FSDP gathers when.
+Collective operations on values come first, then the functions that wrap a model. All of them also
+work with a single process. docs/scale.md explains which weights FSDP gathers when.
 """
 import os
 import sys

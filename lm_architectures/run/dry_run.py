@@ -34,7 +34,7 @@ def dry_run(s, config, data, n_processes: int) -> None:
     n_rows, n_params = min(s.micro_batch_size, most), models.count_parameters(model)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
     held = 16 * n_params / n_shards  # fp32 weights, gradients and two moments; DDP's buffers are the gradients
-    if n_shards > 1:  # FSDP gathers what is outside the blocks, and two blocks: weights, gradients, a buffer
+    if n_shards > 1:  # FSDP also holds two whole blocks, and all weights outside blocks
         blocks = [models.count_parameters(module) for module in gathered_modules(model)]
         held += 12 * (n_params - sum(blocks) + 2 * max(blocks, default=0))
         held += 4 * sum(blocks) * (n_rows < most)  # gradients wait for the last micro-batch

@@ -69,7 +69,7 @@ def figures(s: Settings) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, figures, 'context_ready')
+    measure(argv, Settings, figures)
 
 
 if __name__ == '__main__':

@@ -87,7 +87,7 @@ def figures(s: Settings) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, figures, 'inference')
+    measure(argv, Settings, figures)
 
 
 if __name__ == '__main__':

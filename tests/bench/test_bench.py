@@ -11,6 +11,7 @@ from conftest import ROOT, assert_sentence, run, succeeded
 import bench
 import model_standard
 from bench import speed
+from lm_architectures.files import UserError
 from lm_architectures.run.models import count_parameters
 
 RESULTS = ROOT / 'bench/results'
@@ -66,11 +67,14 @@ def test_an_interrupted_measurement_keeps_its_rows(tmp_path, monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr(bench, 'RESULTS', tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        bench.measure([], bench.Settings, rows, 'x')
+        bench.measure(['--out=x'], bench.Settings, rows)
     kept, = map(Path, tmp_path.iterdir())
     found = json.loads(kept.read_text())
     assert kept.name.endswith('.partial.json') and found['rows'] == [{'a': 1}]
     assert found['command'].startswith('python ') and found['commit'] and 'torch' in found['versions']
+    kept.rename(str(kept).replace('.partial', ''))
+    with pytest.raises(UserError, match='already exists: choose another --out'):  # what pages cite is not overwritten
+        bench.measure(['--out=x'], bench.Settings, rows)
 
 
 def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():

@@ -233,7 +233,7 @@ def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
 
 
 def test_a_model_is_a_package_of_the_files_that_it_imports(mine, tmp_path):
-    """Each text is imported again after an edit; `inspect`, tracebacks and pickles know it."""
+    """A text is imported again after an edit. `inspect`, tracebacks and pickles find what runs."""
     other, helper = mine.with_name('other.py'), mine.with_name('my_layers.py')
     mine.with_name('scans.py').write_text(HOSTILE)
     mine.with_name('late.py').write_text('from my_layers import power')

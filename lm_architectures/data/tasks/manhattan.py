@@ -88,7 +88,8 @@ class Task:
     def score(self, model, idx, targets, device, batch_size):
         """Return {'next_token': fraction of legal argmax tokens, 'valid': of valid greedy paths}.
 
-        A turn is legal if the street exists, the end at the destination. A valid path is all legal.
+        A turn is legal if the street exists, an end if it is at the destination. A path is valid if
+        all its tokens are legal.
         """
         tokens, pairs = greedy_tokens(model, idx, device, batch_size), self.held_out_pairs
         is_legal = torch.tensor([*map(self.legal, idx.tolist(), tokens.tolist())])[targets >= 0]

@@ -106,19 +106,18 @@ def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
     They are beside the model's file, or in the repository. In the texts, they import each other by
     relative imports. code: see `find_file`. UserError if two files have the same name.
     """
-    path, own, found = find_file(name, code), f'model_{name}', {}
+    path, own, found, seen = find_file(name, code), f'model_{name}', {}, set()
     folders = [path.parent] if code else [path.parent, ROOT]
 
     def add(module, file):
-        found[module] = None  # being read
+        seen.add(module)
         text, imported = relative_imports(file, folders)
         if imported.get(own, path) != path:
             raise UserError(f'{path} and {imported[own]} would have the same name in a run: rename one of them')
         for other, its_file in imported.items():
-            if other not in found:
+            if other not in seen:
                 add(other, its_file)
-        del found[module]
-        found[module] = file, text  # after what it imports
+        found[module] = file, text
     add(own, path)
     return found
 
@@ -126,32 +125,36 @@ def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
 def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
     """Return a file's text, with relative imports of the files in `folders`; {module: its file}.
 
-    `scans` always is the repository's folder, which is no part of the package.
+    `from x import y` becomes `from .x import y`, and `import x` becomes `from . import x`. Any other
+    form is a UserError. `scans` is the repository's folder, which is not part of the package.
     """
     text, files = decode_source(path.read_bytes()), {}
-    lines = text.encode().split(b'\n')  # the positions in `ast` count bytes
-    nodes = [node for node in ast.walk(parse(text, path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else [a.name for a in node.names]
-        parents = {}  # {name: what it is imported from}
-        for name in names:
-            top = name.partition('.')[0]
-            file = next((folder / f'{top}.py' for folder in folders if (folder / f'{top}.py').is_file()), None)
-            if top == 'scans':
-                parents[name] = 'lm_architectures'
-            elif file and top not in sys.stdlib_module_names and not (file.parent == ROOT and top in SCRIPTS):
-                parents[name], files[top] = '', file
-        if not parents or getattr(node, 'level', 0):
-            continue
-        line, start, end = node.lineno - 1, node.col_offset, node.end_col_offset
-        if isinstance(node, ast.ImportFrom):
-            new = re.sub(rb'^from\s+', f'from {parents[node.module]}.'.encode(), lines[line][start:])
-            lines[line] = lines[line][:start] + new
+    for module in dict.fromkeys(module for module, *_ in imports(text, path)):
+        file = next((file for folder in folders if (file := folder / f'{module}.py').is_file()), None)
+        if module == 'scans':
+            package = 'lm_architectures'
+        elif file and module not in sys.stdlib_module_names and not (module in SCRIPTS and file.parent == ROOT):
+            package, files[module] = '', file
         else:
-            new = '; '.join((f'from {parents[a.name] or "."} ' if a.name in parents else '')
-                            + f'import {ast.unparse(a)}' for a in node.names)
-            lines[line] = lines[line][:start] + new.encode() + lines[line][end:]
-    return b'\n'.join(lines).decode(), files
+            continue
+        text = re.sub(rf'^(\s*)from {module}(?=[.\w]* import )', rf'\1from {package}.{module}', text, flags=re.M)
+        whole_line = rf'^(\s*)import {module}(?=( as \w+)? *(#.*)?$)'
+        text = re.sub(whole_line, rf'\1from {package or "."} import {module}', text, flags=re.M)
+    for module, line, is_relative in imports(text, path):
+        if not is_relative and (module == 'scans' or module in files):
+            raise UserError(f'{path}, line {line}: write the import of {module} on a line of its own, as '
+                            f'`from {module} import ...` or `import {module}`')
+    return text, files
+
+
+def imports(text: str, path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Yield (module, line, whether it is relative) for each import in the text of a file."""
+    for node in ast.walk(parse(text, path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition('.')[0], node.lineno, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from ((name.partition('.')[0], node.lineno, node.level > 0) for name in names)
 
 
 def model_file(name: str, code: str | None = None) -> ModuleType:
@@ -227,11 +230,15 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def describe(s, model, data) -> None:
-    """Print the size and cost of a run. UserError for settings that do not fit the model."""
+def check_drafting(s, model) -> None:
+    """Raise UserError for s.acceptance_prompts with a model that does not draft."""
     if s.acceptance_prompts and not getattr(model, 'longest_draft', 0):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
                         'cannot draft for itself: use 0')
+
+
+def describe(s, model, data) -> None:
+    """Print the size and cost of a run."""
     flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'

@@ -30,8 +30,8 @@ import torch
 
 from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer
 from lm_architectures.files import UserError, friendly_errors, open_lines, warn_once
-from lm_architectures.machine.devices import Device, DType, decoding_dtype, init_distributed, local_device, pick_dtype
-from lm_architectures.machine.parallel import rank
+from lm_architectures.machine.devices import Device, DType, decoding_dtype, local_device, pick_dtype
+from lm_architectures.machine.parallel import init_distributed, rank
 from lm_architectures.run.folders import load_run, read_run, report_edits, run_data
 from lm_architectures.run.models import given_model
 from lm_architectures.score.benchmarks import local_records

@@ -26,7 +26,7 @@ import torch
 
 from attn_kernels import counted_targets
 from lm_architectures.files import UserError, command, friendly_errors
-from lm_architectures.machine import devices, parallel
+from lm_architectures.machine import devices, parallel, terminal
 from lm_architectures.run import checkpoint, models, records, run_settings
 from lm_architectures.score.validation import validation_loss
 from lm_architectures.settings import check_ranges
@@ -222,7 +222,7 @@ def read_skips(s, step, skips) -> dict[str, int]:
                         f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.recovery_advice(s.out_dir)}')
     if not n_skipped:
         return {}
-    devices.say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last log line, because the '
+    terminal.say(f'step {step}: {n_skipped} step{"s" * (n_skipped > 1)} skipped since the last log line, because the '
         'gradients were not finite')
     skips[0] = 0
     return {'skipped': n_skipped}
@@ -260,6 +260,7 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
         model = models.model_file(s.model, models.code_folder(s)).Model(config).to(machine.device)
         is_big = models.count_parameters(model) >= 1_000_000  # on CPUs, bf16 pays off from here on
+        models.check_drafting(s, model)
         models.describe(s, model, data)
         machine.dtype = devices.pick_dtype(s.dtype, machine.device.type, is_big)
         with machine.autocast():
@@ -309,12 +310,12 @@ def train(s, config, data, record, machine, argv):
         step, seconds = folders.restore(s, model, optimizer)
     first_step = step
     log = records.Records(s, config, data, machine, step)
-    meter, progress = Meter(s, model, machine, step, seconds), devices.make_progress()
+    meter, progress = Meter(s, model, machine, step, seconds), terminal.make_progress()
     print(f'run folder {s.out_dir}, starting from step {step}; Ctrl-C saves a checkpoint and stops')
     if machine.compiles:
         print('The first step and the first validation compile the model, which takes a minute or so.', flush=True)
     progress(f'step {step}/{s.n_steps}')
-    with devices.catch_signals() as stop:
+    with terminal.catch_signals() as stop:
         stopping, skips = False, torch.zeros(3, device=machine.device)
         while step < s.n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # stop after this step
@@ -335,7 +336,7 @@ def train(s, config, data, record, machine, argv):
             if eval_due:
                 found = evaluate(model, compiled, data, s, machine)
                 further = ''.join(f', {name} {value:.3g}' for name, value in found.items() if name != 'val')
-                devices.say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats '
+                terminal.say(f'step {step}: training loss {line["nll"]:.4f}, validation loss {found["val"]:.4f} nats '
                             f'per token{further}')
                 line |= found
             log.write(line)
@@ -346,7 +347,7 @@ def train(s, config, data, record, machine, argv):
             meter.restart(step)
     log.close(finished=not stopping)
     if stopping:
-        devices.say(f'stopped after step {step}. Continue with: '
+        terminal.say(f'stopped after step {step}. Continue with: '
                     f'{run_settings.resume_command(argv, machine.world, s.out_dir)}')
     else:
         finish(s, model, data, machine, meter.seconds)

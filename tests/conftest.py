@@ -32,6 +32,7 @@ import scans.attention  # noqa: F401  define their kernels for the interpreter
 import scans.gpn  # noqa: F401
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.data.text.writing import write_data
+from lm_architectures.files import warn_once
 from lm_architectures.run import checkpoint, folders, models, records
 
 sys.modules['lm_architectures.scans'] = scans  # one copy for `import model_gpn` and `model_file('gpn')`
@@ -172,6 +173,7 @@ def terminal_signals():
 def run_here(main, argv):
     """Call main() with sys.argv; capture its output, restore threads, RNG state, signals, stdin."""
     out, err, code = io.StringIO(), io.StringIO(), 0
+    warn_once.cache_clear()  # as in another process
     threads = torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with (open(os.devnull) as nothing, torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch,

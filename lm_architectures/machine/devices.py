@@ -1,26 +1,20 @@
-"""This process: its device, dtypes, threads and place among processes; terminal and signals."""
-import atexit
+"""The device of this process, the dtype of its matrix products, its CPU threads and memory."""
 import ctypes
 import math
 import os
 import platform
 import re
 import resource
-import shutil
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
-from lm_architectures.files import UserError, first_line
+from lm_architectures.files import UserError
+from lm_architectures.machine.parallel import init_distributed, ranks
 
 Device = Literal['auto', 'cuda', 'cpu', 'mps']  # types of the scripts' settings
 DType = Literal['auto', 'bfloat16', 'float32']
@@ -118,7 +112,7 @@ def decoding_dtype(name: DType, device: str) -> torch.dtype:
     return pick_dtype(name, device, big_enough=False)
 
 
-# ---- processes and threads ----
+# ---- start, threads, memory ----
 
 def start_processes(s) -> Machine:
     """Join the other processes and set up device, threads, allocator. s has `device`, `threads`."""
@@ -130,39 +124,6 @@ def start_processes(s) -> Machine:
         keep_freed_pages()
     init_distributed('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo')
     return Machine(rank, world, device, launcher=os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None)
-
-
-def ranks() -> tuple[int, int, int, int]:
-    """Return (rank, world size, local rank, local world size) as set by torchrun or SLURM.
-
-    (0, 1, 0, 1) for a single process, even if it inherited RANK from another program.
-    """
-    needed = {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR'}
-    is_worker = 'TORCHELASTIC_RUN_ID' in os.environ or needed <= os.environ.keys()
-    defaults = {'RANK': 0, 'WORLD_SIZE': 1, 'LOCAL_RANK': 0, 'LOCAL_WORLD_SIZE': 1}
-    return tuple(int(os.environ.get(name, default)) if is_worker else default for name, default in defaults.items())
-
-
-def init_distributed(backend: str) -> None:
-    """Initialize torch.distributed if there are several processes. Prints a hint after 10 s."""
-    rank, world, *_ = ranks()
-    if world == 1 or dist.is_initialized():
-        return
-    os.environ.setdefault('MASTER_PORT', '29500')
-    line = (f'process {rank} is waiting for all {world} processes at {os.environ["MASTER_ADDR"]}: start the others, or '
-            'unset RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR to run one process')
-    timer = threading.Timer(10, print, [line], {'file': sys.stderr, 'flush': True})
-    timer.daemon = True
-    timer.start()
-    try:
-        dist.init_process_group(backend)
-    except (dist.DistNetworkError, ValueError) as error:
-        raise UserError(f'process {rank} cannot connect at {os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]} '
-                        f'({first_line(error)}): if another job uses the port, set MASTER_PORT to a free one')
-    finally:
-        timer.cancel()
-    if backend == 'gloo':  # with NCCL, this would wait for the others after an error of one process
-        atexit.register(dist.destroy_process_group)
 
 
 def usable_cores() -> int:
@@ -199,49 +160,3 @@ def keep_freed_pages() -> None:
         libc = ctypes.CDLL('libc.so.6')
         for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap, trim thresholds, top pad
             libc.mallopt(parameter, value)
-
-
-# ---- terminal and signals ----
-
-def make_progress() -> Callable[[str], None]:
-    """Return a function that prints progress: on a terminal, one updating line; else every 10 s."""
-    shown = 0.0
-
-    def progress(line):
-        nonlocal shown
-        if sys.stdout.isatty():
-            say(line[:shutil.get_terminal_size().columns - 1], end='')
-        elif time.time() - shown > 10:
-            shown = time.time()
-            say(line)
-    return progress
-
-
-def say(line: str, end: str = '\n') -> None:
-    """Print a permanent line, above the updating one."""
-    with suppress(OSError):  # the terminal is closed: SIGHUP will stop the run
-        print(('\r\x1b[K' if sys.stdout.isatty() else '') + line, end=end, flush=True)
-
-
-@contextmanager
-def catch_signals() -> Iterator[list]:
-    """Yield a list that becomes non-empty at the first SIGINT, SIGTERM or SIGHUP.
-
-    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP, which shells may send, is
-    ignored. Signals that were ignored before (under nohup) stay ignored.
-    """
-    stop = []
-    if threading.current_thread() is not threading.main_thread():  # Python allows it only there
-        yield stop
-        return
-
-    def on_signal(number, _):
-        stop.append(number)
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-              if signal.getsignal(number) is not signal.SIG_IGN}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,16 +1,57 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-Collective operations on values come first, then the functions that wrap a model. All of them also
-work with a single process. docs/scale.md explains which weights FSDP gathers when.
+Joining the other processes comes first, then collective operations on values, then the functions
+that wrap a model. All of them also work with a single process. docs/scale.md explains which weights
+FSDP gathers when.
 """
+import atexit
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from lm_architectures.files import UserError, first_line
+
+# ---- processes ----
+
+def ranks() -> tuple[int, int, int, int]:
+    """Return (rank, world size, local rank, local world size) as set by torchrun or SLURM.
+
+    (0, 1, 0, 1) for a single process, even if it inherited RANK from another program.
+    """
+    needed = {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR'}
+    is_worker = 'TORCHELASTIC_RUN_ID' in os.environ or needed <= os.environ.keys()
+    defaults = {'RANK': 0, 'WORLD_SIZE': 1, 'LOCAL_RANK': 0, 'LOCAL_WORLD_SIZE': 1}
+    return tuple(int(os.environ.get(name, default)) if is_worker else default for name, default in defaults.items())
+
+
+def init_distributed(backend: str) -> None:
+    """Initialize torch.distributed if there are several processes. Prints a hint after 10 s."""
+    rank, world, *_ = ranks()
+    if world == 1 or dist.is_initialized():
+        return
+    os.environ.setdefault('MASTER_PORT', '29500')
+    line = (f'process {rank} is waiting for all {world} processes at {os.environ["MASTER_ADDR"]}: start the others, or '
+            'unset RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR to run one process')
+    timer = threading.Timer(10, print, [line], {'file': sys.stderr, 'flush': True})
+    timer.daemon = True
+    timer.start()
+    try:
+        dist.init_process_group(backend)
+    except (dist.DistNetworkError, ValueError) as error:
+        raise UserError(f'process {rank} cannot connect at {os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]} '
+                        f'({first_line(error)}): if another job uses the port, set MASTER_PORT to a free one')
+    finally:
+        timer.cancel()
+    if backend == 'gloo':  # with NCCL, this would wait for the others after an error of one process
+        atexit.register(dist.destroy_process_group)
+
+
+# ---- values ----
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0

@@ -18,21 +18,20 @@ def may_change(record: dict) -> set[str]:
     return MAY_CHANGE | {*getattr(models.model_file(record['model'], record['code']).Config, 'may_change', ())}
 
 
-def continued_settings(Settings: type, start, given: dict) -> dict:
+def continued_settings(s, source: str, record: dict, given: dict) -> dict:
     """Return all settings of the run to continue. UserError for given ones that differ.
 
-    start: a `run_settings.Start`.
+    s: train.Settings that say where to start. record: config.json of the run `source`.
     """
-    source, record = start.source, start.record
-    saved = asdict(make_settings(Settings, record['settings'], f'in {source}/config.json')) | asdict(
+    saved = asdict(make_settings(type(s), record['settings'], f'in {source}/config.json')) | asdict(
         folders.saved_config(record, source))
     free = may_change(record)
-    if not start.resume:
+    if not s.resume:
         free |= {'extend', 'max_tokens'}
         if saved['schedule'] == 'cosine':
             raise UserError(f'{source} has schedule = cosine, whose learning rates depend on max_tokens from the '
                             'start, so it cannot be extended: use wsd or constant for a run that you want to extend')
-        if 'out_dir' not in given or Path(start.out_dir).resolve() == Path(source).resolve():
+        if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(source).resolve():
             raise UserError(f'--extend={source} needs a new run folder: add --out_dir=NEW')
         if given.get('max_tokens', 0) <= saved['max_tokens']:
             raise UserError(f'{source} has max_tokens = {saved["max_tokens"]}: set --max_tokens to more than that')
@@ -48,20 +47,20 @@ def continued_settings(Settings: type, start, given: dict) -> dict:
     return saved
 
 
-def inherited_settings(Config: type, start) -> dict:
-    """Return the settings that a new model takes over from the run of --init_from.
+def inherited_settings(s, record: dict, Config: type) -> dict:
+    """Return the settings that a new model, with this Config, takes over from s.init_from.
 
-    Config: that of the new model. start: a `run_settings.Start`.
+    s, record: see `continued_settings`.
     """
-    source, record = start.source, start.record
-    if Path(start.out_dir).resolve() == Path(source).resolve():
+    source = s.init_from
+    if Path(s.out_dir).resolve() == Path(source).resolve():
         raise UserError(f'--init_from and --out_dir are both {source}: set another --out_dir')
     values = asdict(folders.saved_config(record, source))
     theirs, known = models.model_file(record['model'], record['code']).Config, {f.name for f in fields(Config)}
     for name in getattr(theirs, 'defining', ()):
         if values[name] is not None and name not in known:
             raise UserError(f'{source} cannot be converted to this model: it has {name} = {values[name]}, but '
-                            f'model_{start.model} has no {name}')
+                            f'model_{s.model} has no {name}')
     known -= {*getattr(theirs, 'own', ())} ^ {*getattr(Config, 'own', ())}  # these mean something else in one of them
     masks = {'mask_documents': values['eos_id'] is not None} if 'eos_id' in values else {}
     return masks | {name: value for name, value in values.items() if name in known - {'n_ids', 'eos_id'}}

@@ -19,6 +19,7 @@ from lm_architectures.files import ROOT, UserError, first_line
 from lm_architectures.machine.devices import pick_dtype
 from lm_architectures.machine.parallel import gathered_modules
 from lm_architectures.run import folders, models
+from lm_architectures.run.muon import hidden_matrices
 
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
@@ -34,7 +35,8 @@ def dry_run(s, config, data, n_processes: int) -> None:
     most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
     n_rows, n_params = min(s.micro_batch_size, most), models.count_parameters(model)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
-    held = 16 * n_params / n_shards  # fp32 weights, gradients and two moments; DDP's buffers are the gradients
+    one_moment = sum(p.numel() for p in hidden_matrices(model)) if s.optimizer == 'muon' else 0
+    held = (16 * n_params - 4 * one_moment) / n_shards  # fp32: weights, gradients (DDP's buffers, too), two moments
     if n_shards > 1:  # FSDP also holds two whole blocks, and all weights outside blocks
         blocks = [models.count_parameters(module) for module in gathered_modules(model)]
         held += 12 * (n_params - sum(blocks) + 2 * max(blocks, default=0))

@@ -32,7 +32,6 @@ from lm_architectures.settings import make_settings
 STORED = 'code'  # folder of a run with its model's package
 SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb'}  # files of the repository that are no part of a model
 KERNELS = decode_source(Path(attn_kernels.__file__).read_bytes())
-parse = functools.lru_cache(ast.parse)
 ADDED = {}  # {name: path} of the model files that `add_file` made known
 COUNT = itertools.count(1)  # of the texts imported in this process
 
@@ -125,8 +124,8 @@ def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
 def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
     """Return a file's text, with relative imports of the files in `folders`; {module: its file}.
 
-    `from x import y` becomes `from .x import y`, and `import x` becomes `from . import x`. Any other
-    form is a UserError. `scans` is the repository's folder, which is not part of the package.
+    `from x import y` becomes `from .x import y`, and `import x` becomes `from . import x`. Another
+    form is a UserError. `scans` always is the repository's folder, which is not in the package.
     """
     text, files = decode_source(path.read_bytes()), {}
     for module in dict.fromkeys(module for module, *_ in imports(text, path)):
@@ -137,8 +136,8 @@ def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Pa
             package, files[module] = '', file
         else:
             continue
-        text = re.sub(rf'^(\s*)from {module}(?=[.\w]* import )', rf'\1from {package}.{module}', text, flags=re.M)
-        whole_line = rf'^(\s*)import {module}(?=( as \w+)? *(#.*)?$)'
+        text = re.sub(rf'^([ \t]*)from {module}(?=[.\w]* import )', rf'\1from {package}.{module}', text, flags=re.M)
+        whole_line = rf'^([ \t]*)import {module}(?=( as \w+)? *(#.*)?$)'
         text = re.sub(whole_line, rf'\1from {package or "."} import {module}', text, flags=re.M)
     for module, line, is_relative in imports(text, path):
         if not is_relative and (module == 'scans' or module in files):
@@ -147,14 +146,15 @@ def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Pa
     return text, files
 
 
-def imports(text: str, path: Path) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module, line, whether it is relative) for each import in the text of a file."""
-    for node in ast.walk(parse(text, path)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name.partition('.')[0], node.lineno, False) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from ((name.partition('.')[0], node.lineno, node.level > 0) for name in names)
+@functools.lru_cache
+def imports(text: str, path: Path) -> list[tuple[str, int, bool]]:
+    """Return (module, line, whether it is relative) for each import in the text of a file."""
+    found = []
+    for node in ast.walk(ast.parse(text, path)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module] if getattr(node, 'module', None) else [alias.name for alias in node.names]
+            found += [(name.partition('.')[0], node.lineno, getattr(node, 'level', 0) > 0) for name in names]
+    return found
 
 
 def model_file(name: str, code: str | None = None) -> ModuleType:

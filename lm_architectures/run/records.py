@@ -4,7 +4,6 @@ train.py holds `locked_run` and adds to the folder through `Records`. A folder i
 config.json, which is written last. docs/runs.md lists the files.
 """
 import dataclasses
-import functools
 import io
 import itertools
 import json
@@ -22,9 +21,10 @@ import torch
 from lm_architectures import files
 from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, copy_tokenizer
 from lm_architectures.files import UserError, write_file
-from lm_architectures.run.models import STORED, code_of
+from lm_architectures.run.models import STORED, code_folder, code_of
 
 CHAT_TEMPLATE = 'chat_template.jinja'  # of an imported chat model
+STARTED = {'.lock', STORED, CHAT_TEMPLATE, *TOKENIZER_FILES}  # what a start that was killed may have left
 BEFORE, MOVING = 'before_', '.before.writing'  # before_1 ...: the runs that --overwrite replaced
 
 
@@ -35,16 +35,17 @@ def locked_run(folder, is_new: bool, overwrite: bool) -> Iterator[None]:
     """Lock a run folder. UserError if a new run must not be written to it."""
     folder = Path(folder)
     names = {path.name for path in folder.iterdir()} if is_new and folder.exists() else set()
-    passed_over = {name for name in names if name.endswith('.writing') or name.startswith(BEFORE)}
-    left_by_a_kill = {'.lock', STORED, CHAT_TEMPLATE, *TOKENIZER_FILES} | ({'log.jsonl'} if overwrite else set())
     if 'config.json' in names:
         from lm_architectures.run.folders import read_run
         read_run(folder)  # only a run may be replaced
         if not overwrite:
             raise UserError(f'{folder} already contains a run: use --resume to continue it, --overwrite to replace it, '
                             'or another --out_dir')
-    elif names and not ('.lock' in names and (names - passed_over <= left_by_a_kill or overwrite and MOVING in names)):
-        raise UserError(f'{folder} already exists and is not a run folder: choose another --out_dir')
+    elif names:
+        rest = {name for name in names - STARTED if not name.endswith('.writing') and not name.startswith(BEFORE)}
+        was_killed = not rest or overwrite and (rest == {'log.jsonl'} or MOVING in names)
+        if '.lock' not in names or not was_killed:
+            raise UserError(f'{folder} already exists and is not a run folder: choose another --out_dir')
     with files.locked(folder):
         try:
             yield
@@ -79,17 +80,21 @@ def start_run(s, record: dict, code: dict, step: int) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Move the run in a folder, and whatever else is there, to the first free before_<n> in it."""
-    moving, kept = folder / MOVING, ('.lock', MOVING)
-    found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(BEFORE)]
+    """Move the run in a folder, and whatever else is there, to the first free before_<n> in it.
+
+    config.json moves first. After a kill, the folder is no run until --overwrite moves the rest.
+    """
+    moving = folder / MOVING
     if moving.is_symlink():
         moving.unlink()
-    if found or moving.exists():  # after a kill
+    found = [path for path in folder.iterdir()
+             if path.name not in ('.lock', MOVING) and not path.name.startswith(BEFORE)]
+    if found or moving.exists():
         moving.mkdir(exist_ok=True)
         for path in sorted(found, key=lambda path: path.name != 'config.json'):
             path.rename(moving / path.name)
         before = next(path for n in itertools.count(1) if not (path := folder / f'{BEFORE}{n}').exists())
-        moving.rename(before)  # only when all is there
+        moving.rename(before)
         print(f'moved the previous run to {before}')
 
 
@@ -119,7 +124,7 @@ class Records:
 
     def __init__(self, s, config, data, machine, step: int):
         """Open the folder of a run to resume. Training continues after `step`."""
-        self.s, self.step, self.log, self.wandb, self.start = s, step, None, None, None
+        self.s, self.step, self.log, self.wandb, self.new = s, step, None, None, None
         if machine.rank > 0:
             return
         self.id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
@@ -130,8 +135,7 @@ class Records:
             from lm_architectures.run.folders import report_edits
             self.open(report_edits({'model': s.model, 'code': s.code}, s.out_dir))
         else:  # the code as it is now, because it may be edited before the first log line
-            code = code_of(s.model, s.code and s.extend)
-            self.start = functools.partial(start_run, s, run_record(s, config, data, machine), code, step)
+            self.new = run_record(s, config, data, machine), code_of(s.model, code_folder(s))
 
     def open(self, edited: list[str] | None = None) -> None:
         self.log = open_log(self.s.out_dir, self.step, edited)
@@ -141,8 +145,8 @@ class Records:
     def write(self, line: dict) -> None:
         """Append a line to the log, without non-finite values, which JSON cannot represent."""
         line = {name: value for name, value in line.items() if math.isfinite(value)}
-        if self.start and not self.log:
-            self.start()
+        if self.new and not self.log:
+            start_run(self.s, *self.new, self.step)
             self.open()
         if self.log:
             self.log.write(json.dumps(line) + '\n')

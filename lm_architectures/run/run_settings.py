@@ -7,13 +7,13 @@ train.py calls `read_settings` and `training_data`; with the data, `model_config
 `check_settings`.
 """
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 from lm_architectures.data import MissingData, open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.files import UserError, command
-from lm_architectures.machine.devices import ranks
+from lm_architectures.machine.parallel import ranks
 from lm_architectures.run import models
 from lm_architectures.settings import HERE, convert, parse_args, print_help, read_config_file
 
@@ -21,18 +21,6 @@ FIRST = 'model', 'out_dir', 'resume', 'code', 'extend', 'init_from'  # read firs
 
 
 # ---- merging ----
-
-@dataclass
-class Start:
-    """Where a run starts."""
-
-    model: str  # its name
-    out_dir: str
-    resume: bool
-    continues: bool  # resumes or extends `source`
-    source: str | None  # run to continue, or whose weights to start from
-    record: dict | None  # config.json of `source`
-
 
 def read_settings(Settings: type, argv: list[str]) -> tuple:
     """Return (settings, {name: value} for the model's Config, config.json of the run to continue).
@@ -43,8 +31,23 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     wants_help = line.pop('help', False)
     path = one_file(files, argv)
     file, in_file = (read_config_file(path), f'in {path}') if path else ({}, '')
-    start = starting_point(Settings, file, line, path)
-    Config = models.model_file(start.model, start.source if start.continues and start.record['code'] else None).Config
+
+    # where the run starts
+    first = Settings(**convert(only(FIRST, file), in_file, Settings) | convert(only(FIRST, line), HERE, Settings))
+    continues, record = first.resume or bool(first.extend), None
+    first.out_dir = first.out_dir or (path and f'out/{Path(path).stem}')
+    if first.resume and not first.out_dir:
+        first.out_dir = f'out/{models.model_name(first.model)}'
+    if source := first.out_dir if first.resume else first.extend or first.init_from:
+        from lm_architectures.run import continuing, folders  # most runs start anew
+        record = folders.read_run(source, first.code)
+        if not path and 'model' not in line:
+            first.model = record['model']
+    first.model = models.given_model(first.model)  # the name, if it is a path
+    first.out_dir = first.out_dir or f'out/{first.model}'
+
+    # what was given, and the merge
+    Config = models.model_file(first.model, models.code_folder(first)).Config
     if wants_help:
         print_help(Settings, Config)
     own = {f.name for f in fields(Settings)}
@@ -53,13 +56,15 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
         foreign = {f.name for f in fields(theirs)} - {f.name for f in fields(Config)} - own
         file = only(file.keys() - foreign, file)
     given = convert(file, in_file, Settings, Config) | convert(line, HERE, Settings, Config)
-    resolved = {'model': start.model, 'out_dir': start.out_dir}  # a model may be given as a path
-    given |= only(given, resolved)
-    if start.continues and given.get('dtype') == 'auto':
+    if 'model' in given:
+        given['model'] = first.model
+    if continues and given.get('dtype') == 'auto':
         del given['dtype']  # the run recorded the dtype that auto chose
-    values = saved_settings(Settings, Config, start, given) | resolved | given
+    saved = (continuing.continued_settings(first, source, record, given) if continues else
+             continuing.inherited_settings(first, record, Config) if source else {})
+    values = {**saved, **given, 'model': first.model, 'out_dir': first.out_dir}
     s = Settings(**only(own, values))
-    return s, only(values.keys() - own, values), start.record if start.continues else None
+    return s, only(values.keys() - own, values), record if continues else None
 
 
 def one_file(files: list[str], argv: list[str]) -> str | None:
@@ -70,32 +75,6 @@ def one_file(files: list[str], argv: list[str]) -> str | None:
         raise UserError('expected one config file and overrides as --key=value, got ' + ' '.join(files)
                         + ''.join(spaced[:1]))
     return files[0] if files else None
-
-
-def starting_point(Settings: type, file: dict, line: dict, path: str | None) -> Start:
-    """Return the start that a config file (at `path`) and the command line ask for."""
-    first = {f.name: f.default for f in fields(Settings)}
-    first |= convert(only(FIRST, file), f'in {path}', Settings) | convert(only(FIRST, line), HERE, Settings)
-    model, out_dir, resume = first['model'], first['out_dir'] or (path and f'out/{Path(path).stem}'), first['resume']
-    source = out_dir or f'out/{models.model_name(model)}' if resume else first['extend'] or first['init_from']
-    record = None
-    if source:
-        from lm_architectures.run import folders  # most runs start anew
-        record = folders.read_run(source, first['code'])
-        if not path and 'model' not in line:
-            model = record['model']
-    model = models.given_model(model)
-    return Start(model, out_dir or f'out/{model}', resume, resume or bool(first['extend']), source, record)
-
-
-def saved_settings(Settings: type, Config: type, start: Start, given: dict) -> dict:
-    """Return the settings that the run takes over from start.source."""
-    if not start.source:
-        return {}
-    from lm_architectures.run import continuing
-    if start.continues:
-        return continuing.continued_settings(Settings, start, given)
-    return continuing.inherited_settings(Config, start)
 
 
 def only(names, values: dict) -> dict:

@@ -20,7 +20,8 @@ from analysis.runs import averaged, finished
 from lm_architectures import train
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError
-from lm_architectures.machine.devices import DType, make_progress
+from lm_architectures.machine.devices import DType
+from lm_architectures.machine.terminal import make_progress
 from lm_architectures.run.run_settings import check_windows
 from lm_architectures.settings import make_settings
 

@@ -30,8 +30,8 @@ from analysis import figures
 from lm_architectures.decode.generation import generate
 from lm_architectures.decode.speculation import DraftLen, longest_draft, speculative_generate
 from lm_architectures.files import UserError
-from lm_architectures.machine.devices import Device, DType, decoding_dtype, init_distributed, local_device
-from lm_architectures.machine.parallel import all_gather, rank, world
+from lm_architectures.machine.devices import Device, DType, decoding_dtype, local_device
+from lm_architectures.machine.parallel import all_gather, init_distributed, rank, world
 from lm_architectures.run.folders import load_run, run_data
 from lm_architectures.run.load import load_draft
 from lm_architectures.settings import check_ranges

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from analysis import figures
 from analysis.runs import finished
 from lm_architectures.files import UserError
-from lm_architectures.machine.devices import DType, make_progress
+from lm_architectures.machine.devices import DType
+from lm_architectures.machine.terminal import make_progress
 
 STREAMS = 'x', 'rho'
 TREND = 21  # smoothing window in offsets (the paper's script)

@@ -21,7 +21,8 @@ import torch
 from analysis import figures
 from analysis.runs import finished
 from lm_architectures.files import UserError
-from lm_architectures.machine.devices import DType, make_progress
+from lm_architectures.machine.devices import DType
+from lm_architectures.machine.terminal import make_progress
 from lm_architectures.score.scoring import target_log_probs
 from lm_architectures.settings import check_ranges
 

@@ -14,11 +14,11 @@ import train
 from attn_kernels import Mask
 from lm_architectures.data import open_data
 from lm_architectures.files import UserError
-from lm_architectures.machine import devices
+from lm_architectures.machine import devices, parallel
 from lm_architectures.machine.parallel import full_tensor, shard_model
 from lm_architectures.run import checkpoint, dry_run, models, run_settings
 
-STEPS = 50
+STEPS = 25
 MODELS = {
     'standard': ['--model=standard', '--checkpoint_blocks=True'],
     'sps': ['--model=sps', '--window=4'],
@@ -47,7 +47,7 @@ end(0)
 
 def arguments(data, out, model, *args):
     return [*TINY, f'--data={data}', f'--out_dir={out}', *MODELS[model], '--micro_batch_size=1',
-            f'--max_tokens={STEPS * STEP_TOKENS}', '--save_interval=10', '--keep_checkpoints=9', '--eval_interval=25',
+            f'--max_tokens={STEPS * STEP_TOKENS}', '--save_interval=5', '--keep_checkpoints=9', '--eval_interval=12',
             *map(str, args)]
 
 
@@ -123,7 +123,7 @@ def test_ranks_come_from_torchrun_or_the_environment(monkeypatch, environment, r
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(devices, 'init_distributed', lambda backend: None)
-    assert devices.ranks() == ranks
+    assert parallel.ranks() == ranks
     found = devices.start_processes(train.Settings(device='cpu', threads=1))
     assert (found.rank, found.world) == ranks[:2] and found.launcher == (os.getppid() if is_child else None)
 
@@ -133,13 +133,13 @@ def test_waiting_for_other_processes_and_a_taken_port_are_said(monkeypatch, caps
     environment = dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='node7', MASTER_PORT='29500')
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with (mock.patch.object(devices.threading, 'Timer') as timer, mock.patch.object(devices.atexit, 'register'),
+    with (mock.patch.object(parallel.threading, 'Timer') as timer, mock.patch.object(parallel.atexit, 'register'),
           mock.patch.object(dist, 'init_process_group') as start):
-        devices.init_distributed('gloo')
+        parallel.init_distributed('gloo')
         seconds, function, args, kwargs = timer.call_args.args
         start.side_effect = dist.DistNetworkError('EADDRINUSE\nmore')
         with pytest.raises(UserError, match=r'at node7:29500 \(EADDRINUSE\).* set MASTER_PORT'):
-            devices.init_distributed('gloo')
+            parallel.init_distributed('gloo')
     function(*args, **kwargs)
     assert seconds == 10 and timer().cancel.call_count == 2
     assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
@@ -174,8 +174,8 @@ def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
 
 @pytest.mark.slow
 def test_one_process_resumes_from_a_sharded_checkpoint(trained, tmp_path):
-    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 20)
-    resume(out, 1, 20)
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 10)
+    resume(out, 1, 10)
     assert is_close(out, trained / 'standard_fsdp')
 
 
@@ -220,23 +220,23 @@ def test_every_model_trains_with_fsdp_as_with_ddp(tiny_data, tmp_path, processes
 
 @pytest.mark.long
 def test_a_run_on_two_then_one_then_four_processes_equals_the_uninterrupted_run(trained, tmp_path):
-    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 20)
-    shutil.rmtree(out / 'ckpt/step_00000010')
-    resume(out, 1, 20)
-    out = copy_up_to(out, tmp_path / 'further', 30)
-    resume(out, 4, 30)
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 10)
+    shutil.rmtree(out / 'ckpt/step_00000005')
+    resume(out, 1, 10)
+    out = copy_up_to(out, tmp_path / 'further', 15)
+    resume(out, 4, 15)
     assert is_close(out, trained / 'standard_fsdp')
     for kind in ('ddp', 'fsdp'):
-        again = copy_up_to(out, tmp_path / kind, 40)
-        resume(again, 2, 40, f'--parallel={kind}')
+        again = copy_up_to(out, tmp_path / kind, 20)
+        resume(again, 2, 20, f'--parallel={kind}')
         assert is_close(again, trained / 'standard_fsdp')
 
 
 @pytest.mark.long
 def test_all_processes_fall_back_from_a_damaged_checkpoint(trained, tmp_path):
-    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 30)
-    next(bit_flips(out / 'ckpt/step_00000030/optimizer.safetensors', 1))  # and do not restore it
-    assert resume(out, 2, 20).stderr.count('step_00000030 is damaged') == 1
+    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 15)
+    next(bit_flips(out / 'ckpt/step_00000015/optimizer.safetensors', 1))  # and do not restore it
+    assert resume(out, 2, 10).stderr.count('step_00000015 is damaged') == 1
     assert is_close(out, trained / 'standard_fsdp')
 
 
@@ -245,11 +245,11 @@ KILLED = '''
 import os, sys
 from lm_architectures.run import checkpoint
 import train
-def kill_at_20(path, remove=checkpoint.remove):
-    if path.name == 'step_00000020':
+def kill_at_10(path, remove=checkpoint.remove):
+    if path.name == 'step_00000010':
         os.kill(os.getpid(), 9)
     remove(path)
-checkpoint.remove = kill_at_20
+checkpoint.remove = kill_at_10
 train.main(sys.argv[1:])
 '''
 
@@ -258,7 +258,7 @@ train.main(sys.argv[1:])
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_previous_one(tiny_data, trained, tmp_path):
     args = arguments(tiny_data, tmp_path / 'run', 'standard', '--parallel=fsdp')
     assert run_on_processes(2, tmp_path, KILLED, *args).returncode != 0
-    assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000010']
-    resume(tmp_path / 'run', 2, 10)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000005']
+    resume(tmp_path / 'run', 2, 5)
     assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))
     assert is_close(tmp_path / 'run', trained / 'standard_ddp')

@@ -5,17 +5,15 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from conftest import assert_sentence, config_json, contents, run, succeeded, train_tiny
+from conftest import assert_sentence, train_tiny
 
 import train
 from lm_architectures.files import UserError, friendly_errors
-from lm_architectures.machine import devices
-from lm_architectures.run import checkpoint, models, run_settings
+from lm_architectures.machine import devices, terminal
+from lm_architectures.run import run_settings
 from lm_architectures.settings import load_settings
 from lm_architectures.start import quiet_start
 
@@ -29,8 +27,8 @@ def test_scripts_start_in_a_notebook(monkeypatch):
     monkeypatch.delitem(sys.modules, 'IPython', raising=False)  # another test may have imported it
     quiet_start()
     assert os.environ['MPLBACKEND'] == 'agg'
-    devices.make_progress()('step 1')
-    devices.say('step 2')
+    terminal.make_progress()('step 1')
+    terminal.say('step 2')
     assert sys.stdout.getvalue() == 'step 1\nstep 2\n'
 
 
@@ -48,7 +46,7 @@ def test_a_script_called_from_python_raises_its_errors(tmp_path):
 
 def test_training_in_a_thread_leaves_signals_alone():
     def catch():
-        with devices.catch_signals() as stop:
+        with terminal.catch_signals() as stop:
             return stop
     with ThreadPoolExecutor() as pool:
         assert pool.submit(catch).result() == []
@@ -93,73 +91,10 @@ def test_threads_follow_the_setting_or_omp_or_cores_and_quota(monkeypatch, tmp_p
     assert chosen == ([] if expected is None else [expected])
 
 
+@pytest.mark.slow
 def test_a_home_folder_is_expanded_on_the_command_line(monkeypatch, tmp_path, tiny_run):
     monkeypatch.setenv('HOME', str(tmp_path))
     s, positional, _ = load_settings(train.Settings, ['--out_dir=~/x', '--data=a~/b', '~/config.py'])
     assert (s.out_dir, s.data, positional) == (f'{tmp_path}/x', 'a~/b', ['~/config.py'])
     shutil.copytree(tiny_run, tmp_path / 'x')
     assert run_settings.read_settings(train.Settings, ['--resume', '--out_dir=~/x'])[0].out_dir == f'{tmp_path}/x'
-
-
-# ---- starting and failing ----
-
-def test_a_bug_of_an_edited_model_keeps_its_traceback():
-    with pytest.raises(ValueError, match='invalid literal') as error, models.model_errors('mine'):
-        int('bug')
-    assert type(error.value) is ValueError
-
-
-def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'wandb', mock.Mock(**{'init.side_effect': RuntimeError('no api_key')}))
-    out, option = tmp_path / 'new', '--wandb_project=p'
-    old = shutil.copytree(tiny_run, tmp_path / 'old')
-    before = contents(old)
-    assert_sentence(train_tiny(tiny_data, out, option), 'no api_key', 'wandb login')
-    assert_sentence(train_tiny(tiny_data, old, option, '--overwrite'), 'no api_key')
-    assert not out.exists() and contents(old) == before
-    monkeypatch.setattr(train, 'train_step', lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train_tiny(tiny_data, out)
-    shutil.rmtree(old / 'ckpt/step_00000020')
-    with pytest.raises(ZeroDivisionError):
-        run('train.py', f'--out_dir={old}', '--resume')
-    assert not out.exists() and (old / 'config.json').exists() and checkpoint.checkpoints(old)
-
-
-def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
-    out = shutil.copytree(tiny_run, tmp_path / 'run')
-    with monkeypatch.context() as patch:
-        rename = Path.rename
-        patch.setattr(Path, 'rename', lambda path, new: rename(path, new) if path.name == 'config.json' else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)
-    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
-    assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
-    assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
-    assert config_json(out)['settings']['seed'] == 5 and contents(out / 'before_1') == contents(tiny_run)
-
-
-# ---- folders of strangers ----
-
-def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_path):
-    for name in ('loss.png', '.loss.png.writing', '.config.json.writing', 'log.jsonl', 'eval.jsonl', '.lock'):
-        out, mine = shutil.copytree(tiny_run, tmp_path / name), tmp_path / f'{name}.mine'
-        mine.write_text('years of work')
-        (out / name).unlink(missing_ok=True)
-        (out / name).symlink_to(mine)
-        shutil.rmtree(out / 'ckpt/step_00000020')
-        results = [run('eval.py', out, '--val'), run('train.py', f'--out_dir={out}', '--resume'),
-                   train_tiny(tiny_data, out, '--overwrite', steps=2)]
-        assert mine.read_text() == 'years of work' and not any('Traceback' in r.stderr for r in results), name
-
-
-def test_checkpoints_may_be_kept_elsewhere_and_are_not_overwritten(tiny_data, tiny_run, tmp_path):
-    out = shutil.copytree(tiny_run, tmp_path / 'run')
-    disk = shutil.move(out / 'ckpt', tmp_path / 'disk')
-    (out / 'ckpt').symlink_to(disk)
-    before = contents(disk)
-    succeeded(train_tiny(tiny_data, out, '--overwrite', steps=2))
-    assert contents(disk) == before and not (out / 'ckpt').is_symlink()
-    shutil.rmtree(disk / 'step_00000020')
-    succeeded(run('train.py', f'--out_dir={out}/before_1', '--resume'))
-    assert (out / 'before_1/ckpt').is_symlink() and checkpoint.load_checkpoint(out / 'before_1')[0]['step'] == 20

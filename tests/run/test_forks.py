@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import attn_kernels
 import scans
 import train as train_script
-from lm_architectures.files import UserError, warn_once
+from lm_architectures.files import UserError
 from lm_architectures.run import folders, models, records
 from lm_architectures.run.checkpoint import checkpoints, load_checkpoint
 
@@ -35,6 +35,7 @@ ANALYSES = {  # of the model's paper, with options for tiny runs
     'context_ready': (['context_ready.unrolls', '--tokens=64'],),
     'nextlat': (['nextlat.probes', '--offsets=2', '--steps=2', '--eval_tokens=64'],),
     'gpn': (['gpn.state', '--batches=2', '--batch_size=2', '--unigram_tokens=1000'],)}
+HOSTILE = 'raise SystemExit("imported")'
 SHORT = (*NO_SIZES, '--max_tokens=512')  # four steps
 
 
@@ -46,7 +47,6 @@ def repository(tmp_path, monkeypatch):
     for path in (ROOT / 'attn_kernels.py', *ROOT.glob('model_*.py')):
         shutil.copy(path, folder)
     monkeypatch.setattr(models, 'ROOT', folder)
-    warn_once.cache_clear()
     yield folder
     models.ADDED.clear()
 
@@ -104,6 +104,7 @@ def test_a_copy_under_another_name_does_the_same(model, repository, tiny_data, t
 
 MINE = '''
 from dataclasses import dataclass
+from typing import Literal
 from model_standard import Model as Standard, Config as Base
 @dataclass
 class Config(Base):
@@ -113,7 +114,7 @@ class Config(Base):
     kind: Literal['a', 'b'] = 'a'
 class Model(Standard):
     pass
-'''.replace('import dataclass\n', 'import dataclass\nfrom typing import Literal\n')
+'''
 
 
 @pytest.fixture
@@ -135,18 +136,28 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
     shutil.rmtree(checkpoints(out)[0])
     train(out, '--resume', f'--model={mine}', '--widths=3,4', '--gate_bias=-2')
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume', '--widths=3,5'), 'widths = (3, 4), but (3, 5)')
-    (copied,) = {path for path in (out / 'code').iterdir()} - {out / 'code/attn_kernels.py', out / 'code/model_mine.py',
-                                                              out / 'code/__pycache__'}
-    assert copied.name == 'model_standard.py'
     models.ADDED.clear()
     sample = 'sample.py', out, 'ab', '--max_new_tokens=5', '--temperature=0'
     assert_sentence(run(*sample), "unknown model 'mine'", '--model=PATH', '--code=run')
     texts = [succeeded(run(*sample, option)).stdout for option in ('--code=run', f'--model={mine}')]
     assert texts[0] == texts[1]
-    taken = mine.with_name('model_sps.py')
-    taken.write_text(MINE)
-    assert_sentence(run('train.py', f'--model={taken}', f'--out_dir={tmp_path}/x'), "but the name 'sps' is taken by")
-    assert_sentence(run('train.py', '--model=a/x.py', f'--out_dir={tmp_path}/x'), 'there is no such file')
+
+
+def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
+    start = 'train.py', f'--data={tiny_data}', f'--out_dir={tmp_path}/x', '--dry_run'
+    shutil.copy(mine, mine.with_name('model_sps.py'))
+    for model, sentence in (
+            ('=a/x.py', 'there is no such file'), ('', 'model is True on the command line: expected str'),
+            ('=config/quickstart.py', 'it has no Config'), (f'={mine.with_name("model_sps.py")}', 'is taken by'),
+            (f'={tiny_run}/code/model_standard.py', 'the copy in a run: use --code=run')):
+        assert_sentence(run(*start, f'--model{model}'), sentence)
+    assert_sentence(run('sample.py', tiny_run, 'ab', f'--model={mine}'), 'is not its file')
+    for line, sentence in (("may_change = 'kind'", "Config.may_change of model 'mine' is 'kind': expected a tuple"),
+                           ("shared = 'blok_size',", "Config.shared of model 'mine' is ('blok_size',)"),
+                           ('gpu_gib: float = 1.0', 'has gpu_gib, which is a setting of train.py'),
+                           ('pair: tuple[int, float] = (1, 2)', 'expected the type tuple[X, ...]')):
+        mine.write_text(MINE.replace('    kind:', f'    {line}\n    kind:'))
+        assert_sentence(run(*start, f'--model={mine}'), sentence)
 
 
 # ---- the code of a run ----
@@ -169,7 +180,6 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
                         ('eval.py', out, '--val', '--val_tokens=64'),
                         ('-m', 'lm_architectures.hf.export', out, f'--to_hf={tmp_path}/hf'),
                         ('train.py', f'--out_dir={resumed}', '--resume')):
-            warn_once.cache_clear()  # as in a new process
             said.append(succeeded(run(*command, *options)))
         line = json.loads((out / 'eval.jsonl').read_text().splitlines()[-1])
         return said, line, records.read_log(resumed)[-1]['loss'], said[0].stdout
@@ -194,9 +204,6 @@ def test_a_run_keeps_the_code_of_its_model(repository, tiny_data, tmp_path):
         assert_sentence(run('train.py', *name.split(), '--code=run'), 'True on the command line')
 
 
-HOSTILE = 'raise SystemExit("imported")'
-
-
 @pytest.mark.parametrize('name', ['code/model_evil.py', 'evil.py', '../evil.py', '../evil', 'evil', 'os', 'a.b', ''])
 def test_a_hostile_run_folder_imports_nothing(name, tiny_run, tmp_path):
     out = shutil.copytree(tiny_run, tmp_path / 'a/run')
@@ -219,85 +226,79 @@ def test_a_hostile_run_folder_imports_nothing(name, tiny_run, tmp_path):
         models.model_file(before['model'], str(out))
 
 
-def test_a_wrong_model_gives_a_sentence(mine, tiny_run, tiny_data, tmp_path):
-    start = 'train.py', f'--data={tiny_data}', f'--out_dir={tmp_path}/x', '--dry_run'
-    assert_sentence(run(*start, '--model'), 'model is True on the command line: expected str')
-    assert_sentence(run(*start, '--model=config/quickstart.py'), 'it has no Config')
-    assert_sentence(run('sample.py', tiny_run, 'ab', f'--model={mine}'), 'is not its file')
-    for line, sentence in (("may_change = 'kind'", "Config.may_change of model 'mine' is 'kind': expected a tuple"),
-                           ("shared = 'blok_size',", "Config.shared of model 'mine' is ('blok_size',)"),
-                           ('gpu_gib: float = 1.0', 'has gpu_gib, which is a setting of train.py'),
-                           ('pair: tuple[int, float] = (1, 2)', 'expected the type tuple[X, ...]')):
-        mine.write_text(MINE.replace('    kind:', f'    {line}\n    kind:'))
-        assert_sentence(run(*start, f'--model={mine}'), sentence)
+# ---- packages ----
+
+def test_a_bug_of_an_edited_model_keeps_its_traceback():
+    with pytest.raises(ValueError, match='invalid literal') as error, models.model_errors('mine'):
+        int('bug')
+    assert type(error.value) is ValueError
 
 
-def test_a_model_is_a_package_of_the_files_that_it_imports(mine, tmp_path):
-    """A text is imported again after an edit. `inspect`, tracebacks and pickles find what runs."""
-    other, helper = mine.with_name('other.py'), mine.with_name('my_layers.py')
+def test_a_model_is_a_package_of_the_files_that_it_imports(mine):
     mine.with_name('scans.py').write_text(HOSTILE)
-    mine.with_name('late.py').write_text('from my_layers import power')
-    mine.write_text('"""\nfrom train import main\n"""\nimport math, model_standard as standard; import scans\n'
-                    + MINE.replace('    pass', '    def late(self):\n        import late\n        return late.power'))
-    other.write_text('from my_layers import power\nfrom scans import pinned\n' + mine.read_text())
-    helper.write_text('power = 1')
-    first = models.model_file(models.add_file(str(mine)))
-    helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
-    again, its_other = models.model_file('mine'), models.model_file(models.add_file(str(other)))
-    assert [module.Model.late(None) for module in (first, again)] == [1, 2] and its_other.power == 2
-    assert again is models.model_file('mine') and again.Base is again.standard.Config
-    assert again.scans is its_other.scans and its_other.pinned is scans.pinned
-    assert first.standard.attention is attn_kernels.attention
-    code = models.code_of('mine')
-    assert {*code} == {'model_mine', 'late', 'model_standard', 'my_layers', 'attn_kernels'}
-    assert 'import math; from . import model_standard as standard; from lm_architectures import scans' in (
-        code['model_mine'][1].splitlines()[3])
-    helper.write_text('power = 1 / 0')
-    with pytest.raises(ZeroDivisionError) as error:
-        models.model_file('other')
-    last = error.traceback[-1]
-    assert last.path.resolve() == helper and str(last.statement) == 'power = 1 / 0'
-    mine.write_text('')  # what runs is still shown
-    assert 'return late.power' in inspect.getsource(again.Model.late) and Path(again.__file__).samefile(mine)
-    config = again.Config()
-    assert pickle.loads(pickle.dumps(config)) == config
-    clash = mine.with_name('model_other.py')
-    clash.write_text('power = 2')
+    mine.with_name('late.py').write_text('power = 1')
+    mine.write_text('"""\nfrom train import main\n"""\nimport model_standard as standard\nimport scans  # x\n'
+                    + MINE.replace('    pass', '    def late(self):\n        from late import power'))
+    module, code = models.model_file(models.add_file(str(mine))), models.code_of('mine')
+    assert [*code] == ['attn_kernels', 'model_standard', 'late', 'model_mine']  # imports first
+    text = code['model_mine'][1]
+    assert '\nfrom . import model_standard as standard\nfrom lm_architectures import scans  # x\n' in text
+    assert '\nfrom train import main\n' in text and '\n        from .late import power' in text
+    assert module is models.model_file('mine') and module.Base is module.standard.Config
+    assert module.scans.pinned is scans.pinned and module.standard.attention is attn_kernels.attention
+    assert pickle.loads(pickle.dumps(module.Config())) == module.Config()
+
+
+@pytest.mark.parametrize('line', ['import math, my_layers', 'import scans.gdn as gdn', 'import math; import my_layers'])
+def test_other_forms_of_imports_and_equal_names_give_a_sentence(mine, line):
+    other = mine.with_name('other.py')
+    for name in ('my_layers.py', 'model_other.py'):
+        mine.with_name(name).write_text('')
+    other.write_text(line)
+    with pytest.raises(UserError, match=f'{other}, line 1: write the import of (my_layers|scans) on a line of its own'):
+        models.model_file(models.add_file(str(other)))
     other.write_text('from model_other import power')
     with pytest.raises(UserError, match='would have the same name in a run'):
         models.model_file('other')
 
 
-def test_copies_include_what_a_model_imports_and_compiled_files_are_ignored(mine, tiny_data, tmp_path):
-    out, helper = tmp_path / 'run', mine.with_name('my_layers.py')
-    mine.write_text(MINE.replace('    pass', """
-    def _logits(self, h):
-        return power * super()._logits(h)
-""").replace('import dataclass\n', 'import dataclass\nfrom my_layers import power\n'))
+def test_an_edited_file_is_imported_again_and_what_runs_is_shown(mine):
+    """By `inspect` and in tracebacks, also after a further edit."""
+    helper = mine.with_name('my_layers.py')
+    mine.write_text('from my_layers import power\n' + MINE)
     helper.write_text('power = 1')
+    first = models.model_file(models.add_file(str(mine)))
+    helper.write_text('power = 2')  # as long, perhaps within the same second: a .pyc file would not notice
+    again = models.model_file('mine')
+    assert (first.power, again.power) == (1, 2)
+    helper.write_text('power = 1 / 0')
+    with pytest.raises(ZeroDivisionError) as error:
+        models.model_file('mine')
+    last = error.traceback[-1]
+    assert last.path.resolve() == helper and str(last.statement) == 'power = 1 / 0'
+    mine.write_text('')
+    assert 'class Model(Standard)' in inspect.getsource(again.Model) and Path(again.__file__).samefile(mine)
+
+
+def test_a_run_has_the_code_that_was_trained_with_what_it_imports(mine, tiny_data, tmp_path, monkeypatch):
+    """Not that of an edit before the first log line. Compiled files are ignored."""
+    out, helper, step = tmp_path / 'run', mine.with_name('my_layers.py'), train_script.train_step
+    mine.write_text('from my_layers import power\n' + MINE)
+    helper.write_text('power = 1')
+
+    def train_step(*args):
+        helper.write_text('power = 2')
+        return step(*args)
+    monkeypatch.setattr(train_script, 'train_step', train_step)
     train(out, f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
-    assert (out / 'code/my_layers.py').read_text() == 'power = 1'
-    helper.write_text('power = 2')
+    assert {path.name: path.read_text() for path in (out / 'code').glob('m*.py')} == {
+        'my_layers.py': 'power = 1', 'model_standard.py': models.code_of('standard')['model_standard'][1],
+        'model_mine.py': mine.read_text().replace('from m', 'from .m')}
     sampled = run('sample.py', out, 'ab', '--max_new_tokens=2', f'--model={mine}')
     assert f'{helper} differs from {out}/code/my_layers.py' in succeeded(sampled).stderr
     (tmp_path / 'evil.py').write_text(HOSTILE)
-    cached = importlib.util.cache_from_source(str(out / 'code/model_mine.py'))
-    never_checked = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    py_compile.compile(str(tmp_path / 'evil.py'), cached, invalidation_mode=never_checked)
+    py_compile.compile(str(tmp_path / 'evil.py'), importlib.util.cache_from_source(str(out / 'code/model_mine.py')),
+                       invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     succeeded(run('sample.py', out, 'ab', '--code=run', '--max_new_tokens=2'))
-    again = run('train.py', f'--model={out}/code/model_mine.py', f'--out_dir={out}', '--overwrite')
-    assert_sentence(again, 'the copy in a run: use --code=run')
     train(out, '--model=standard', '--overwrite', f'--data={tiny_data}', *SHORT, *OTHERS)
     assert {path.name for path in (out / 'code').glob('*.py')} == {'model_standard.py', 'attn_kernels.py'}
-
-
-def test_the_code_of_a_run_is_what_was_trained(mine, tiny_data, tmp_path, monkeypatch):
-    """An edit before the first log line is not stored."""
-    step, text = train_script.train_step, mine.read_text()
-
-    def train_step(*args):
-        mine.write_text('edited')
-        return step(*args)
-    monkeypatch.setattr(train_script, 'train_step', train_step)
-    train(tmp_path / 'run', f'--model={mine}', f'--data={tiny_data}', *SHORT, *OTHERS)
-    assert (tmp_path / 'run/code/model_mine.py').read_text() == text.replace('from model', 'from .model')

@@ -9,6 +9,7 @@ ten minutes, or a change to a file that is not the command's own fails the test.
 
 Read COMMANDS, then the faults, then `check`.
 """
+import functools
 import gc
 import importlib
 import json
@@ -137,6 +138,7 @@ words = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.integers(
 how_many = st.sampled_from([1, 1, 1, 0, 2])  # number of faults
 
 
+@functools.cache
 def setting_names(program: str) -> list[str]:
     """Return all option names, including the settings of two models."""
     Settings = importlib.import_module(program).Settings

@@ -11,7 +11,7 @@ from conftest import ROOT, assert_sentence, run, succeeded
 
 from lm_architectures.decode.generation import allocate_cache, generate
 from lm_architectures.decode.speculation import speculative_generate
-from lm_architectures.files import UserError, warn_once
+from lm_architectures.files import UserError
 from lm_architectures.run import folders, models, records
 from lm_architectures.score.scoring import Scorer
 
@@ -68,7 +68,6 @@ PROMPTS = [[97, 98], [99], [100, 97, 98, 32, 97]]
 
 
 def test_it_samples_by_recomputing_and_says_so(bigram):
-    warn_once.cache_clear()
     sampled = succeeded(run('sample.py', bigram, 'ab', '--max_new_tokens=12', '--temperature=0', '--dtype=float32'))
     assert '12 tokens' in sampled.stderr
     assert sampled.stderr.count('model_bigram has no new_cache and extend') == 1
@@ -83,7 +82,6 @@ def test_it_samples_by_recomputing_and_says_so(bigram):
 
 
 def test_it_is_evaluated_and_scored(bigram):
-    warn_once.cache_clear()
     judged = succeeded(run('eval.py', bigram, '--val', '--val_tokens=640', '--dtype=float32'))
     last = [record['val'] for record in records.read_log(bigram) if 'val' in record][-1]
     assert 'extend' not in judged.stderr  # a validation loss does not need it

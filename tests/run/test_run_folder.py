@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ import eval as evaluation
 import train
 from analysis.runs import evaluations
 from lm_architectures.files import UserError, friendly_errors, locked, sha256, sync, warn_once
-from lm_architectures.machine import devices
-from lm_architectures.run import checkpoint, records
+from lm_architectures.machine import terminal
+from lm_architectures.run import checkpoint, folders, records
 
 # ---- one writer ----
 
@@ -182,6 +183,68 @@ def test_stray_files_are_ignored_and_permissions_follow_the_umask(tiny_run, tmp_
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
+# ---- starting and failing ----
+
+@pytest.mark.slow
+def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', mock.Mock(**{'init.side_effect': RuntimeError('no api_key')}))
+    out, option = tmp_path / 'new', '--wandb_project=p'
+    old = shutil.copytree(tiny_run, tmp_path / 'old')
+    before = contents(old)
+    assert_sentence(train_tiny(tiny_data, out, option), 'no api_key', 'wandb login')
+    assert_sentence(train_tiny(tiny_data, old, option, '--overwrite'), 'no api_key')
+    assert not out.exists() and contents(old) == before
+    monkeypatch.setattr(train, 'train_step', lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_tiny(tiny_data, out)
+    shutil.rmtree(old / 'ckpt/step_00000020')
+    with pytest.raises(ZeroDivisionError):
+        run('train.py', f'--out_dir={old}', '--resume')
+    assert not out.exists() and (old / 'config.json').exists() and checkpoint.checkpoints(old)
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
+    with monkeypatch.context() as patch:
+        rename = Path.rename
+        patch.setattr(Path, 'rename', lambda path, new: rename(path, new) if path.name == 'config.json' else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
+    assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
+    assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
+    assert folders.read_run(out)['settings']['seed'] == 5 and contents(out / 'before_1') == contents(tiny_run)
+
+
+# ---- folders of strangers ----
+
+@pytest.mark.slow
+def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_path):
+    for name in ('loss.png', '.loss.png.writing', '.config.json.writing', 'log.jsonl', 'eval.jsonl', '.lock'):
+        out, mine = shutil.copytree(tiny_run, tmp_path / name), tmp_path / f'{name}.mine'
+        mine.write_text('years of work')
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(mine)
+        shutil.rmtree(out / 'ckpt/step_00000020')
+        results = [run('eval.py', out, '--val'), run('train.py', f'--out_dir={out}', '--resume'),
+                   train_tiny(tiny_data, out, '--overwrite', steps=2)]
+        assert mine.read_text() == 'years of work' and not any('Traceback' in r.stderr for r in results), name
+
+
+@pytest.mark.slow
+def test_checkpoints_may_be_kept_elsewhere_and_are_not_overwritten(tiny_data, tiny_run, tmp_path):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
+    disk = shutil.move(out / 'ckpt', tmp_path / 'disk')
+    (out / 'ckpt').symlink_to(disk)
+    before = contents(disk)
+    succeeded(train_tiny(tiny_data, out, '--overwrite', steps=2))
+    assert contents(disk) == before and not (out / 'ckpt').is_symlink()
+    shutil.rmtree(disk / 'step_00000020')
+    succeeded(run('train.py', f'--out_dir={out}/before_1', '--resume'))
+    assert (out / 'before_1/ckpt').is_symlink() and checkpoint.load_checkpoint(out / 'before_1')[0]['step'] == 20
+
+
 # ---- checkpoints ----
 
 @pytest.fixture
@@ -215,7 +278,7 @@ def test_a_checkpoint_with_a_wrong_state_is_skipped(run_folder, content):
 def test_a_flipped_bit_in_a_checkpoint_falls_back_to_the_previous_one(tiny_run, tmp_path, name):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     newest, before = map(checkpoint.step_of, checkpoint.checkpoints(out)[:2])
-    for place in bit_flips(out / f'ckpt/step_{newest:08d}' / name, 25):
+    for place in bit_flips(out / f'ckpt/step_{newest:08d}' / name, 8):
         assert checkpoint.load_checkpoint(out, moments=True)[0]['step'] == before, place
     assert checkpoint.load_checkpoint(out, moments=True)[0]['step'] == newest
 
@@ -276,11 +339,11 @@ def test_nan_and_infinity_are_not_saved_but_numbers_whose_sum_overflows_are(run_
 # ---- errors and signals ----
 
 def test_a_run_survives_a_closed_terminal(monkeypatch, terminal_signals):
-    with devices.catch_signals() as stop, monkeypatch.context() as patch:
+    with terminal.catch_signals() as stop, monkeypatch.context() as patch:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)  # shells send two
         patch.setattr(sys, 'stdout', open('/dev/full', 'w'))
-        devices.say('step 1')
+        terminal.say('step 1')
     assert stop == [signal.SIGHUP]
 
 

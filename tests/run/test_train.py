@@ -2,17 +2,20 @@
 import contextlib
 import json
 import math
+import multiprocessing
+import os
 import random
 import resource
 import shutil
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, config_json, losses, run, run_subprocess, succeeded
-from conftest import start_training, train_tiny
+from conftest import ROOT, STEP_TOKENS, TINY, assert_sentence, config_json, contents, losses, run, start_training
+from conftest import succeeded, train_tiny
 
 import attn_kernels
 import train
@@ -20,10 +23,11 @@ from config.gpn import gpn_130m
 from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.data.text.writing import write_data
+from lm_architectures import files
 from lm_architectures.files import UserError
 from lm_architectures.machine import devices
 from lm_architectures.run import checkpoint, folders, models, records, run_settings
-from lm_architectures.run.dry_run import LiveBytes, activation_bytes, meta_model
+from lm_architectures.run.dry_run import FusedCrossEntropy, LiveBytes, activation_bytes, meta_model
 from lm_architectures.score.validation import validation_loss
 
 
@@ -55,43 +59,35 @@ def test_other_models_and_optimizers_resume_with_the_same_losses_and_generate(ar
     assert '8 tokens' in succeeded(run('sample.py', out, 'abc', '--max_new_tokens=8', '--ignore_eos')).stderr
 
 
-# Runs train.py in a process that kills itself: after some seconds of training ('time'), or at the
-# n-th call of a function that writes checkpoints ('write').
-KILLED = '''
-import os, signal, sys, threading
-kind, when = sys.argv.pop(1), float(sys.argv.pop(1))
-sys.argv[0] = 'train.py'
-import attn_kernels
-import train
-from lm_architectures import files
-from lm_architectures.run import checkpoint, folders, records
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-if kind == 'time':
-    first = train.train_step
-    def train_step(*args):
-        if train.train_step is not first:
-            train.train_step = first
-            threading.Timer(when, die).start()
-        return first(*args)
-    train.train_step = train_step
-else:
-    calls = [0]
+def train_and_die(kind, when, command):
+    """Train until kill -9: after some seconds ('time'), or at the n-th write of a file."""
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def first_step(*args):
+        train.train_step = step
+        threading.Timer(when, die).start()
+        return step(*args)
+
     def counted(function):
         def wrapper(*args, **kwargs):
-            calls[0] += 1
-            if calls[0] >= when:
+            calls.append(1)
+            if len(calls) >= when:
                 die()
             return function(*args, **kwargs)
         return wrapper
-    for module, name in ((checkpoint, 'save_file'), (checkpoint, 'write_json'), (files, 'write_json'),
-                         (checkpoint, 'sync'), (os, 'fsync'), (os, 'replace'), (records.shutil, 'rmtree')):
-        setattr(module, name, counted(getattr(module, name)))
-train.main()
-'''
+    step, calls = train.train_step, []
+    if kind == 'time':
+        train.train_step = first_step
+    else:
+        for module, name in ((checkpoint, 'save_file'), (checkpoint, 'write_json'), (files, 'write_json'),
+                             (checkpoint, 'sync'), (os, 'fsync'), (os, 'replace'), (shutil, 'rmtree')):
+            setattr(module, name, counted(getattr(module, name)))
+    train.main(command)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 @pytest.mark.parametrize('n_kills, steps', [(5, 100), pytest.param(20, 300, marks=pytest.mark.long)])
 def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
     """After kill -9 at random times, half during a save, --resume gives bitwise equal losses."""
@@ -102,8 +98,10 @@ def test_kills_lose_nothing(tiny_data, tmp_path, n_kills, steps):
     for i in range(n_kills):
         kind, when = ('time', rng.uniform(0, 0.15)) if i % 2 else ('write', rng.randint(1, 45))
         resume = ['--resume'] if (out / 'config.json').exists() else []
-        killed = run_subprocess('-c', KILLED, kind, when, *command, *resume)
-        assert killed.returncode == -signal.SIGKILL, (i, killed.stdout, killed.stderr)
+        process = multiprocessing.get_context('fork').Process(target=train_and_die, args=(kind, when, command + resume))
+        process.start()  # a fork need not import torch
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, i
     succeeded(run('train.py', *command, '--resume'))
     assert losses(out) == losses(tmp_path / 'whole')
     assert [*losses(out)] == list(range(1, steps + 1))
@@ -129,28 +127,41 @@ def test_init_from_loads_the_weights_and_then_no_longer_needs_the_source(tiny_da
     (tmp_path / 'from_tiny.py').write_text(f'init_from = {str(tiny_run)!r}')
     succeeded(train_tiny(tiny_data, new, tmp_path / 'from_tiny.py', steps=2))
     assert losses(new)[1][0] < losses(tiny_run)[1][0] - 1
-    wider = train_tiny(tiny_data, tmp_path / 'other', f'--init_from={tiny_run}', '--n_embd=32')
-    assert_sentence(wider, 'embed.weight has shape')
-    assert not (tmp_path / 'other').exists()
     record = config_json(new)
     record['settings'] |= {'init_from': '/gone', 'max_tokens': 3 * STEP_TOKENS}
     (new / 'config.json').write_text(json.dumps(record))
     succeeded(run('train.py', f'--out_dir={new}', '--resume'))
-    for setting in ('--n_embd=32', '--mask_documents=False', '--model=sps'):
-        assert_sentence(run('train.py', f'--out_dir={new}', '--resume', setting), 'was given')
-    write_data(tmp_path / 'data', load_tokenizer('byte'), [('train', 'one text ' * 99), ('val', 'another one ' * 99)])
-    other_data = run('train.py', f'--out_dir={new}', '--resume', f'--data={tmp_path / "data"}')
-    assert_sentence(other_data, f'is not the data that the run in {new} was trained on')
-    assert_sentence(train_tiny(tiny_data, new, f'--init_from={new}', '--overwrite'), '--init_from and --out_dir')
-    record['data']['n_rows'] = 300  # of an imported run
-    (new / 'config.json').write_text(json.dumps(record))
-    assert_sentence(train_tiny('out/none', tmp_path / 'x', f'--init_from={new}'), 'no data at out/none')
     assert folders.load_run(new)[1]['step'] == 3
-    succeeded(train_tiny(tiny_data, tmp_path / 'sps', '--resume=False', '--model=sps', '--window=4', steps=1))
-    for model in ('sps', 'standard'):  # SPS and Standard have the same tensors
-        args = [f'--init_from={tmp_path / "sps"}'] + ['--model=standard'] * (model == 'standard')
-        succeeded(train_tiny(tiny_data, tmp_path / f'from_{model}', *args, steps=1))
-        assert config_json(tmp_path / f'from_{model}')['model'] == model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, more', [('sps', []), ('standard', ['--model=standard'])])
+def test_init_from_takes_the_model_too_unless_another_is_given(tiny_data, tmp_path, name, more):
+    """SPS and Standard have the same tensors."""
+    succeeded(train_tiny(tiny_data, tmp_path / 'sps', '--model=sps', '--window=4', steps=1))
+    succeeded(train_tiny(tiny_data, tmp_path / 'new', f'--init_from={tmp_path / "sps"}', *more, steps=1))
+    assert config_json(tmp_path / 'new')['model'] == name
+
+
+def test_what_does_not_fit_the_source_of_a_run_gives_a_clear_error(tiny_data, tiny_run, tmp_path):
+    """Neither on --resume nor on --init_from is anything written."""
+    out, source = shutil.copytree(tiny_run, tmp_path / 'run'), f'--init_from={tiny_run}'
+    record = config_json(out)
+    record['data']['n_rows'] = 300  # of an imported run
+    (out / 'config.json').write_text(json.dumps(record))
+    before = contents(out)
+    write_data(tmp_path / 'data', load_tokenizer('byte'), [('train', 'one text ' * 99), ('val', 'another one ' * 99)])
+    resume = 'train.py', f'--out_dir={out}', '--resume'
+    for setting, sentence in (
+            ('--n_embd=32', 'was given'), ('--mask_documents=False', 'was given'), ('--model=sps', 'was given'),
+            ('--seed=3', 'has seed = 1337, but 3 was given'),
+            ('--max_tokens=200000', f'train longer with --extend={out} --max_tokens=200000 --out_dir=NEW'),
+            (f'--data={tmp_path / "data"}', f'is not the data that the run in {out} was trained on')):
+        assert_sentence(run(*resume, setting), sentence)
+    assert_sentence(train_tiny(tiny_data, out, f'--init_from={out}', '--overwrite'), '--init_from and --out_dir')
+    assert_sentence(train_tiny(tiny_data, tmp_path / 'new', source, '--n_embd=32'), 'embed.weight has shape')
+    assert_sentence(train_tiny('out/none', tmp_path / 'new', f'--init_from={out}'), 'no data at out/none')
+    assert not (tmp_path / 'new').exists() and contents(out) == before
 
 
 @pytest.mark.slow
@@ -158,10 +169,7 @@ def test_a_run_folder_is_never_overwritten_by_default(tiny_data, tiny_run):
     before = {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')}
     assert_sentence(train_tiny(tiny_data, tiny_run), 'already contains a run', '--resume', '--overwrite')
     succeeded(train_tiny(tiny_data, tiny_run, '--dry_run'))
-    longer = run('train.py', '--resume', f'--out_dir={tiny_run}', '--max_tokens=200000')
-    assert_sentence(longer, f'train longer with --extend={tiny_run} --max_tokens=200000 --out_dir=NEW')
     assert_sentence(run('train.py', tiny_run, '--resume'), 'is a run folder', f'--out_dir={tiny_run} --resume')
-    assert_sentence(train_tiny(tiny_data, tiny_run, '--resume', '--seed=3'), 'has seed = 1337, but 3 was given')
     assert {p: p.stat().st_mtime_ns for p in tiny_run.rglob('*')} == before
 
 
@@ -197,9 +205,12 @@ def test_a_non_finite_loss_stops_the_run_before_it_is_saved(tiny_data, tmp_path)
 def test_a_full_disk_gives_a_clear_error_and_keeps_the_previous_checkpoint(tiny_data, tiny_run, tmp_path):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
     shutil.rmtree(out / 'ckpt/step_00000020')
-    limit = 20_000  # maximum bytes of a file: less than the weights need
-    result = run_subprocess('train.py', f'--out_dir={out}', '--resume',
-                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))  # bytes of a file: less than the weights need
+    try:
+        result = run('train.py', f'--out_dir={out}', '--resume')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert_sentence(result, 'checkpoint of step 20 could not be written', 'free some disk space', '--resume')
     assert {p.name for p in (out / 'ckpt').iterdir()} == {'step_00000015', 'step_00000018'}
     succeeded(run('train.py', f'--out_dir={out}', '--resume'))
@@ -265,28 +276,6 @@ def test_logged_parts_of_the_loss_equal_those_of_eval(tiny_data, tmp_path, monke
 
 # ---- memory estimates and dry runs ----
 
-class CrossEntropies(torch.autograd.Function):
-    """The cross-entropy of each row, with the memory of a compiled one: logits and gradient."""
-
-    @staticmethod
-    def forward(ctx, logits, targets):
-        ctx.save_for_backward(logits, targets)
-        return torch.cat([-rows.log_softmax(-1).gather(1, t[:, None])[:, 0]
-                          for rows, t in zip(logits.split(64), targets.split(64))])
-
-    @staticmethod
-    def backward(ctx, grad):
-        out = torch.empty_like(ctx.saved_tensors[0])
-        for rows, t, g, own in zip(*(x.split(64) for x in (*ctx.saved_tensors, grad, out))):
-            own[:] = g[:, None] * (rows.softmax(-1) - F.one_hot(t, rows.shape[1]))
-        return out, None
-
-
-def fused_cross_entropy(logits, targets, ignore_index, reduction):
-    nll = CrossEntropies.apply(logits, targets.clamp(min=0))  # a few more rows than count
-    return nll.sum() if reduction == 'sum' else nll
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('name, values, rows', [
     ('standard', {}, 40), ('standard', {'checkpoint_blocks': True, 'vocab_size': 8192}, 160),
@@ -298,7 +287,8 @@ def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values, rows, 
     c = models.make_config(name, dict(vocab_size=320, n_ids=257, eos_id=None, n_layer=2, n_head=1, n_embd=64) | values)
     estimate = activation_bytes(meta_model(name, c), torch.float32, T, rows)
     model, idx = models.model_file(name).Model(c), torch.randint(0, 257, (rows, T))
-    monkeypatch.setattr(F, 'cross_entropy', fused_cross_entropy)
+    monkeypatch.setattr(F, 'cross_entropy', lambda logits, targets, ignore_index, reduction: FusedCrossEntropy.apply(
+        logits, targets, reduction))
     monkeypatch.setattr(attn_kernels, 'CPU_CHUNK', attn_kernels.GPU_CHUNK)
     model(idx, idx)['loss'].backward()  # allocates the gradients
     with LiveBytes() as live:

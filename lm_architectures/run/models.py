@@ -164,10 +164,8 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
     if package not in sys.modules:
         try:
             import_package(package, files)
-        except BaseException as error:
-            for module in (package, *(f'{package}.{module}' for module in files)):
-                sys.modules.pop(module, None)
-            if not code or not isinstance(error, Exception):
+        except Exception as error:
+            if not code:
                 raise
             path, _ = files[f'model_{name}']
             raise UserError(f'{path} cannot be imported ({type(error).__name__}: {first_line(error)})')
@@ -178,24 +176,29 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
 
 
 def import_package(package: str, files: dict[str, tuple[Path, str]]) -> None:
-    """Import the texts of `code_of` as modules of a package. Models share an equal attn_kernels.
+    """Execute the texts of `code_of` as modules of a package, which is then in sys.modules.
 
-    Each text gets a file name of its own, under which tracebacks and `inspect` show what runs, also
-    after an edit of the file. Debuggers resolve the name.
+    All models share attn_kernels and what it compiles, unless their copy differs. Each other text
+    gets a file name of its own, under which tracebacks and `inspect` show what runs, even if the
+    file was edited later. Debuggers resolve the name.
     """
-    parent = sys.modules[package] = ModuleType(package)
-    parent.__path__ = []  # of a package
-    modules = {name: ModuleType(f'{package}.{name}') for name in files}
+    modules = {package: ModuleType(package), **{f'{package}.{name}': ModuleType(f'{package}.{name}') for name in files}}
+    modules[package].__path__ = []  # of a package
     if 'attn_kernels' in files and files['attn_kernels'][1] == KERNELS:
-        modules['attn_kernels'] = attn_kernels
-    sys.modules.update({f'{package}.{name}': module for name, module in modules.items()})
-    for name, (path, text) in files.items():
-        if modules[name] is attn_kernels:
-            continue
-        file = f'{path.parent}/{"./" * next(COUNT)}{path.name}'
-        linecache.cache[file] = len(text), None, text.splitlines(True), file
-        modules[name].__file__, modules[name].__package__ = file, package
-        exec(compile(text, file, 'exec', dont_inherit=True), vars(modules[name]))
+        modules[f'{package}.attn_kernels'] = attn_kernels
+    sys.modules.update(modules)
+    try:
+        for name, (path, text) in files.items():
+            module = modules[f'{package}.{name}']
+            if module is not attn_kernels:
+                file = f'{path.parent}/{"./" * next(COUNT)}{path.name}'
+                linecache.cache[file] = len(text), None, text.splitlines(True), file
+                module.__file__, module.__package__ = file, package
+                exec(compile(text, file, 'exec', dont_inherit=True), vars(module))
+    except BaseException:
+        for name in modules:
+            sys.modules.pop(name, None)
+        raise
 
 
 # ---- configs and models ----

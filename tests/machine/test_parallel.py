@@ -189,16 +189,19 @@ def test_impossible_parallel_settings_give_a_clear_error(settings, sentence):
         run_settings.check_settings(train.Settings(**settings), open_data('a5'), 4)
 
 
-def test_a_dry_run_counts_the_shard_of_one_process(tmp_path):
-    """16 bytes per parameter / 64, and what FSDP gathers and buffers. Nothing is trained."""
+def test_a_dry_run_counts_the_shard_of_one_process_and_the_moments_of_the_optimizer(tmp_path):
+    """16 bytes per parameter / 64, and what FSDP gathers and buffers. Muon keeps one moment."""
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
             '--batch_size=64', '--dry_run', '--gpu_gib=1']
-    in_parts, whole = run(*args, '--parallel=fsdp', '--shard=64').stdout, run(*args).stdout
+    in_parts, whole, muon = (run(*args, *more).stdout for more in (
+        ['--parallel=fsdp', '--shard=64'], [], ['--optimizer=muon']))
     model = dry_run.meta_model('standard', models.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
     block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
-    held = 16 * (outside + 3 * block) / 64 + 12 * (outside + 2 * block)
-    assert f'{held / 2**30:.2f} GiB for weights, gradients and moments (1/64, and what FSDP gathers)' in in_parts
-    assert f'{16 * (outside + 3 * block) / 2**30:.2f} GiB for weights, gradients and moments, ' in whole
+    matrices = sum(p.numel() for block in model.blocks for p in block.parameters() if p.dim() == 2)
+    for held, printed, share in (
+            (16 * (outside + 3 * block) / 64 + 12 * (outside + 2 * block), in_parts, ' (1/64, and what FSDP gathers)'),
+            (16 * (outside + 3 * block), whole, ''), (16 * (outside + 3 * block) - 4 * matrices, muon, '')):
+        assert f' {held / 2**30:.2f} GiB for weights, gradients and moments{share}, ' in printed
     assert 'a step fits 1 GiB' in in_parts and 'a step does not fit 1 GiB' in whole
 
 

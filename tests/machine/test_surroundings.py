@@ -11,7 +11,7 @@ import torch
 from conftest import assert_sentence, train_tiny
 
 import train
-from lm_architectures.files import UserError, friendly_errors
+from lm_architectures.files import friendly_errors
 from lm_architectures.machine import devices, terminal
 from lm_architectures.run import run_settings
 from lm_architectures.settings import load_settings
@@ -37,11 +37,6 @@ def test_a_reader_of_the_output_may_exit():
     script = f'{sys.executable} -u train.py --help | head -1'
     found = subprocess.run(['bash', '-c', script], capture_output=True, text=True)
     assert found.stdout == 'Train a language model.\n' and found.stderr == ''
-
-
-def test_a_script_called_from_python_raises_its_errors(tmp_path):
-    with pytest.raises(UserError, match='is not a run folder'):
-        train.main([f'--out_dir={tmp_path / "none"}', '--resume'])
 
 
 def test_training_in_a_thread_leaves_signals_alone():

@@ -145,31 +145,54 @@ def test_resuming_continues_the_wandb_run(tiny_data, tmp_path, monkeypatch):
     del sys.modules['wandb']
 
 
-# ---- other files ----
+# ---- overwriting ----
+
+def test_only_a_run_is_overwritten(tiny_data, tmp_path):
+    for name, text in (('config.json', '{"editor": "vi"}'), ('thesis.txt', 'years of work')):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text(text)
+        assert_sentence(train_tiny(tiny_data, folder, '--overwrite'), str(folder))
+        assert contents(folder) == {name: text.encode()}
+
 
 @pytest.mark.slow
 def test_overwrite_moves_the_run_before_into_the_new_one(tiny_data, tiny_run, tmp_path):
-    foreign = tmp_path / 'foreign'
-    foreign.mkdir()
-    (foreign / 'config.json').write_text('{"editor": "vi"}')
-    before = contents(foreign)
-    assert_sentence(train_tiny(tiny_data, foreign, '--overwrite'), 'config.json')
-    assert contents(foreign) == before
-
+    """The folder may be a link, as may its checkpoints."""
     disk, link = shutil.copytree(tiny_run, tmp_path / 'disk'), tmp_path / 'link'
+    ckpt = shutil.move(disk / 'ckpt', tmp_path / 'ckpt')
     link.symlink_to(disk)
-    (disk / 'ckpt/thesis.txt').write_text('years of work')
-    first = contents(disk)
+    (disk / 'ckpt').symlink_to(ckpt)
+    (disk / 'thesis.txt').write_text('years of work')
+    first = contents(disk), contents(ckpt)
     assert_sentence(train_tiny(tiny_data, link, '--overwrite', '--n_head=3'), 'n_head = 3')
-    assert contents(disk) == first  # a start that fails moves nothing
+    assert (contents(disk), contents(ckpt)) == first  # a start that fails moves nothing
     said = succeeded(train_tiny(tiny_data, link, '--overwrite', steps=2)).stdout
-    assert f'moved the previous run to {link}/before_1\n' in said and contents(disk / 'before_1') == first
-    assert link.is_symlink() and [*losses(disk)] == [1, 2] and 'from step 20' in succeeded(
-        run('train.py', f'--out_dir={disk}/before_1', '--resume')).stdout
-    assert {path.name for path in (disk / 'ckpt').iterdir()} == {'step_00000001', 'step_00000002'}
+    assert f'moved the previous run to {link}/before_1\n' in said
+    assert (contents(disk / 'before_1'), contents(ckpt)) == first and not (disk / 'ckpt').is_symlink()
+    assert link.is_symlink() and [*losses(disk)] == [1, 2]
+    shutil.rmtree(ckpt / 'step_00000020')
+    succeeded(run('train.py', f'--out_dir={disk}/before_1', '--resume'))
+    assert (ckpt / 'step_00000020').exists() and losses(disk / 'before_1') == losses(tiny_run)
     succeeded(train_tiny(tiny_data, disk, '--overwrite', steps=3))
     assert [[*losses(folder)] for folder in (disk, disk / 'before_2')] == [[1, 2, 3], [1, 2]]
 
+
+@pytest.mark.slow
+def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
+    out = shutil.copytree(tiny_run, tmp_path / 'run')
+    with monkeypatch.context() as patch:
+        rename = Path.rename
+        patch.setattr(Path, 'rename', lambda path, new: rename(path, new) if path.name == 'config.json' else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)
+    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
+    assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
+    assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
+    assert folders.read_run(out)['settings']['seed'] == 5 and contents(out / 'before_1') == contents(tiny_run)
+
+
+# ---- other files ----
 
 @pytest.mark.slow
 def test_stray_files_are_ignored_and_permissions_follow_the_umask(tiny_run, tmp_path):
@@ -182,8 +205,6 @@ def test_stray_files_are_ignored_and_permissions_follow_the_umask(tiny_run, tmp_
     for path in tiny_run.rglob('*'):
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
-
-# ---- starting and failing ----
 
 @pytest.mark.slow
 def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path, monkeypatch):
@@ -204,22 +225,6 @@ def test_a_run_that_fails_at_its_start_is_removed(tiny_data, tiny_run, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
-    out = shutil.copytree(tiny_run, tmp_path / 'run')
-    with monkeypatch.context() as patch:
-        rename = Path.rename
-        patch.setattr(Path, 'rename', lambda path, new: rename(path, new) if path.name == 'config.json' else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)
-    assert_sentence(run('train.py', f'--out_dir={out}', '--resume'), 'is not a run folder')
-    assert_sentence(train_tiny(tiny_data, out, '--seed=5', steps=2), 'is not a run folder')
-    assert 'step 0/2\n' in succeeded(train_tiny(tiny_data, out, '--overwrite', '--seed=5', steps=2)).stdout
-    assert folders.read_run(out)['settings']['seed'] == 5 and contents(out / 'before_1') == contents(tiny_run)
-
-
-# ---- folders of strangers ----
-
-@pytest.mark.slow
 def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_path):
     for name in ('loss.png', '.loss.png.writing', '.config.json.writing', 'log.jsonl', 'eval.jsonl', '.lock'):
         out, mine = shutil.copytree(tiny_run, tmp_path / name), tmp_path / f'{name}.mine'
@@ -230,19 +235,6 @@ def test_files_of_a_run_are_not_written_through_links(tiny_data, tiny_run, tmp_p
         results = [run('eval.py', out, '--val'), run('train.py', f'--out_dir={out}', '--resume'),
                    train_tiny(tiny_data, out, '--overwrite', steps=2)]
         assert mine.read_text() == 'years of work' and not any('Traceback' in r.stderr for r in results), name
-
-
-@pytest.mark.slow
-def test_checkpoints_may_be_kept_elsewhere_and_are_not_overwritten(tiny_data, tiny_run, tmp_path):
-    out = shutil.copytree(tiny_run, tmp_path / 'run')
-    disk = shutil.move(out / 'ckpt', tmp_path / 'disk')
-    (out / 'ckpt').symlink_to(disk)
-    before = contents(disk)
-    succeeded(train_tiny(tiny_data, out, '--overwrite', steps=2))
-    assert contents(disk) == before and not (out / 'ckpt').is_symlink()
-    shutil.rmtree(disk / 'step_00000020')
-    succeeded(run('train.py', f'--out_dir={out}/before_1', '--resume'))
-    assert (out / 'before_1/ckpt').is_symlink() and checkpoint.load_checkpoint(out / 'before_1')[0]['step'] == 20
 
 
 # ---- checkpoints ----

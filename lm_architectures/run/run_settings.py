@@ -106,8 +106,8 @@ def model_config(s, given, data, record):
     given, record: see `read_settings`.
     """
     if record or s.init_from:
-        from lm_architectures.run import folders
-        folders.check_data(s, record, data)
+        from lm_architectures.run import continuing
+        continuing.check_data(s, record, data)
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
                         'out n_ids')

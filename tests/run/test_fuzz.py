@@ -32,7 +32,10 @@ from conftest import contents, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import prepare_fineweb  # here, because a fork would import it each time
 import train
+from lm_architectures import data
+from lm_architectures.data.text import shards
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.data.text.writing import write_data
 from lm_architectures.files import sha256
@@ -241,8 +244,8 @@ def stand_alone() -> None:
     for name in {'huggingface_hub.constants', 'datasets.config'} & sys.modules.keys():  # imported before it was set
         sys.modules[name].HF_HUB_OFFLINE = True
     gc.disable()  # a collection would copy the memory shared with the parent
-    for module in ('lm_architectures.data', 'lm_architectures.data.text.shards', 'prepare_fineweb'):
-        importlib.import_module(module).BUILT = Path('built')
+    for module in (data, shards, prepare_fineweb):
+        module.BUILT = Path('built')
     step, done = train.train_step, []
 
     def train_step(*args):

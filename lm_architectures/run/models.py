@@ -130,11 +130,12 @@ def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Pa
     text, files = decode_source(path.read_bytes()), {}
     for module in dict.fromkeys(module for module, *_ in imports(text, path)):
         file = next((file for folder in folders if (file := folder / f'{module}.py').is_file()), None)
+        is_script = module in SCRIPTS and file == ROOT / f'{module}.py'
         if module == 'scans':
             package = 'lm_architectures'
-        elif file and module not in sys.stdlib_module_names and not (module in SCRIPTS and file.parent == ROOT):
+        elif file and not is_script and module not in sys.stdlib_module_names:
             package, files[module] = '', file
-        else:
+        else:  # a library
             continue
         text = re.sub(rf'^([ \t]*)from {module}(?=[.\w]* import )', rf'\1from {package}.{module}', text, flags=re.M)
         whole_line = rf'^([ \t]*)import {module}(?=( as \w+)? *(#.*)?$)'

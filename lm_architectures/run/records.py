@@ -100,7 +100,8 @@ def set_aside(folder: Path) -> None:
 
 def run_record(s, config, data, machine) -> dict:
     """Return config.json of a new run. config: the model's Config."""
-    this_start, parent = dict(resume=False, overwrite=False, dry_run=False, gpu_gib=None, code=None), {}
+    this_start = dict(resume=False, overwrite=False, dry_run=False, gpu_gib=None, code=None)  # not of the run
+    parent = {}  # how the tokenizer of an imported run ends a text
     if source := s.extend or s.init_from:
         from lm_architectures.run.folders import read_run
         parent = {key: value for key, value in read_run(source)['data'].items() if key in ('ends', 'n_rows')}

@@ -145,6 +145,7 @@ def test_waiting_for_other_processes_and_a_taken_port_are_said(monkeypatch, caps
     assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
     """Each is one graph. With PyTorch's attention, because ours runs outside graphs on a CPU."""
     are_whole, gradients, idx = [], [], torch.arange(40).view(2, 20)

@@ -12,6 +12,7 @@ from lm_architectures.run import folders, models, run_settings
 
 pytestmark = pytest.mark.slow
 
+
 @pytest.fixture(scope='module')
 def short(tiny_data, tmp_path_factory):
     out = tmp_path_factory.mktemp('extend') / 'short'

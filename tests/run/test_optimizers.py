@@ -83,6 +83,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_training_resumes_bitwise(
         assert_equal_states(its_optimizer.state.get(its, {}), optimizer.state.get(p, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('seen', [{1, 2}, {'a': 2}, [torch.ones(1)]], ids=repr)
 def test_a_state_that_a_checkpoint_cannot_hold_is_a_sentence_before_any_save(tiny_data, tmp_path, monkeypatch, seen):
     def optimizer(model, s):

@@ -143,6 +143,7 @@ def test_init_from_takes_the_model_too_unless_another_is_given(tiny_data, tmp_pa
     assert config_json(tmp_path / 'new')['model'] == name
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_source_of_a_run_gives_a_clear_error(tiny_data, tiny_run, tmp_path):
     """Neither on --resume nor on --init_from is anything written."""
     out, source = shutil.copytree(tiny_run, tmp_path / 'run'), f'--init_from={tiny_run}'

@@ -267,8 +267,8 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
             model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     if s.init_from:
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
-        from lm_architectures.run import continuing
-        continuing.load_initial_weights(s, model, idx.to(machine.device))
+        from lm_architectures.run import folders
+        folders.load_initial_weights(s, model, idx.to(machine.device))
     is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}' + f', weights in {s.shard or machine.world} shards' * is_sharded)
@@ -306,8 +306,8 @@ def train(s, config, data, record, machine, argv):
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:
-        from lm_architectures.run import continuing
-        step, seconds = continuing.restore(s, model, optimizer)
+        from lm_architectures.run import folders
+        step, seconds = folders.restore(s, model, optimizer)
     first_step = step
     log = records.Records(s, config, data, machine, step)
     meter, progress = Meter(s, model, machine, step, seconds), terminal.make_progress()

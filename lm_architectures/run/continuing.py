@@ -1,11 +1,9 @@
-"""What --resume, --extend and --init_from take from a run: its settings, its data, its weights."""
-from dataclasses import asdict, fields, replace
+"""What --resume, --extend and --init_from take from another run: settings, on the same data."""
+from dataclasses import asdict, fields
 from pathlib import Path
 
-import torch
-
 from lm_architectures.files import UserError
-from lm_architectures.run import checkpoint, folders, models
+from lm_architectures.run import folders, models
 from lm_architectures.settings import make_settings
 
 MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
@@ -14,8 +12,6 @@ MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
     'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
     'data'}  # the folder may move; the checksum of its content must match
 
-
-# ---- settings ----
 
 def may_change(record: dict) -> set[str]:
     """Return the names of all settings of a run (config.json) that may change on --resume."""
@@ -70,8 +66,6 @@ def inherited_settings(s, record: dict, Config: type) -> dict:
     return masks | {name: value for name, value in values.items() if name in known - {'n_ids', 'eos_id'}}
 
 
-# ---- data and weights ----
-
 def check_data(s, record, data) -> None:
     """Raise UserError unless the run continues on its data, and starts with its source's tokenizer.
 
@@ -82,46 +76,3 @@ def check_data(s, record, data) -> None:
     if record and record['data']['sha256'] != data.sha256:
         raise UserError(f'{data.folder} is not the data that the run in {source} was trained on (checksums '
                         'differ): restore that data, or start a new run with --init_from')
-
-
-def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
-    """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""
-    source, up_to, log = s.out_dir, None, Path(s.out_dir) / 'log.jsonl'
-    if not (s.resume and checkpoint.checkpoints(source)):
-        if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
-            raise UserError(f'{source} has no checkpoint, but its log lists one: copy {source}/ckpt back, or '
-                            'repeat the command that started it, with --overwrite')
-        if not s.extend:  # killed before the first checkpoint
-            return 0, 0.0
-        planned = folders.read_run(s.extend)['settings']['max_tokens']
-        source, up_to = s.extend, replace(s, max_tokens=planned).last_before_decay
-    return checkpoint.restore_training(source, model, optimizer, up_to)
-
-
-def load_initial_weights(s, model: torch.nn.Module, idx: torch.Tensor) -> None:
-    """Load the weights of s.init_from, unless the run continues from a checkpoint.
-
-    If the model's `adopt` adds new weights, check on idx (B, T) that the logits are unchanged.
-    """
-    if s.extend or s.resume and checkpoint.checkpoints(s.out_dir):
-        return
-    source = s.init_from
-    state, tensors = checkpoint.load_checkpoint(source)
-    try:
-        converted = model.adopt(tensors) if hasattr(model, 'adopt') else tensors
-    except ValueError as error:
-        raise UserError(f'{source} does not fit this model: {error}')
-    checkpoint.load_weights(model, converted, source)
-    print(f'loaded the weights of {source}, step {state["step"]}')
-    if new := sorted(converted.keys() - tensors.keys()):
-        original, _ = folders.load_run(source, idx.device, code=None if s.resume else s.code)
-        with torch.no_grad():
-            want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
-        model.train()
-        worst = (have - want).abs().max().item()
-        if not worst < 1e-4:
-            raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
-                            'training. Settings unrelated to the new weights (window, mask_documents, n_head) must '
-                            "match the source's and be supported by this model")
-        print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
-              f'{worst:.1e}')

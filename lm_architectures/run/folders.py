@@ -1,6 +1,7 @@
 """Reading a run folder: `load_run`, or `read_run` if the model is not needed, and `run_data`.
 
-run/records.py writes it. docs/runs.md lists the files.
+Training reads a folder only to continue a run or to start from its weights. run/records.py writes
+it. docs/runs.md lists the files.
 """
 import dataclasses
 import os
@@ -156,3 +157,48 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
         run = f'the run in {folder}' if folder else 'this run'
         raise UserError(f'{data.folder} has tokenizer {data.tokenizer!r} ({data.n_ids} ids), but {run} was trained '
                         f'with {want["tokenizer"]!r} ({want["n_ids"]}): use data with that tokenizer')
+
+
+# ---- weights to start from ----
+
+def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
+    """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""
+    source, up_to, log = s.out_dir, None, Path(s.out_dir) / 'log.jsonl'
+    if not (s.resume and checkpoint.checkpoints(source)):
+        if s.resume and log.exists() and b'{"saved": ' in log.read_bytes():
+            raise UserError(f'{source} has no checkpoint, but its log lists one: copy {source}/ckpt back, or '
+                            'repeat the command that started it, with --overwrite')
+        if not s.extend:  # killed before the first checkpoint
+            return 0, 0.0
+        planned = read_run(s.extend)['settings']['max_tokens']
+        source, up_to = s.extend, replace(s, max_tokens=planned).last_before_decay
+    return checkpoint.restore_training(source, model, optimizer, up_to)
+
+
+def load_initial_weights(s, model: torch.nn.Module, idx: torch.Tensor) -> None:
+    """Load the weights of s.init_from, unless the run continues from a checkpoint.
+
+    If the model's `adopt` adds new weights, check on idx (B, T) that the logits are unchanged.
+    """
+    if s.extend or s.resume and checkpoint.checkpoints(s.out_dir):
+        return
+    source = s.init_from
+    state, tensors = checkpoint.load_checkpoint(source)
+    try:
+        converted = model.adopt(tensors) if hasattr(model, 'adopt') else tensors
+    except ValueError as error:
+        raise UserError(f'{source} does not fit this model: {error}')
+    checkpoint.load_weights(model, converted, source)
+    print(f'loaded the weights of {source}, step {state["step"]}')
+    if new := sorted(converted.keys() - tensors.keys()):
+        original, _ = load_run(source, idx.device, code=None if s.resume else s.code)
+        with torch.no_grad():
+            want, have = (m.eval().logits(idx)[..., :model.config.n_ids] for m in (original, model))
+        model.train()
+        worst = (have - want).abs().max().item()
+        if not worst < 1e-4:
+            raise UserError(f'{source} cannot be converted to this model: its logits change by {worst:.1e} before any '
+                            'training. Settings unrelated to the new weights (window, mask_documents, n_head) must '
+                            "match the source's and be supported by this model")
+        print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
+              f'{worst:.1e}')

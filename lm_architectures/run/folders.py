@@ -171,7 +171,7 @@ def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
         if not s.extend:  # killed before the first checkpoint
             return 0, 0.0
         planned = read_run(s.extend)['settings']['max_tokens']
-        source, up_to = s.extend, replace(s, max_tokens=planned).last_before_decay
+        source, up_to = s.extend, dataclasses.replace(s, max_tokens=planned).last_before_decay
     return checkpoint.restore_training(source, model, optimizer, up_to)
 
 

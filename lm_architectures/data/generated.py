@@ -5,13 +5,10 @@ A task's file has a dataclass Task, whose fields are options: 'path_star:degree=
     symbols                     text of each token id; the next id is eos, used in packed rows
     row_tokens                  tokens per row, T + 1: T inputs and, shifted by one, T targets
     train_rows, val_rows        rows of the fixed training set (None: unlimited); held-out rows
-    row(rng)                    a row's ids (T + 1,); depends only on the numpy generator
-    counted(idx)                (B, T) bool: positions whose targets count; other targets are -1
+    row(rng, split)             a row's ids (T + 1,); depends only on the numpy generator and split
+    targets(rows)               targets (B, T) of rows (B, T + 1); -1 where none counts
     score(model, idx, targets, device, batch_size)   {name: exact score} on held-out rows (n, T)
-    val_row(rng)                optional: a held-out row, if they have another distribution
-    targets(rows)               instead of `counted`: targets (B, T) of rows (B, T + 1)
-    symbol_options              optional: options that the symbols depend on, all but *_rows if
-                                absent. Runs can be evaluated on data where these are equal
+    symbol_options              options that a run and its evaluation data must share
 """
 import functools
 import hashlib
@@ -73,9 +70,8 @@ class Generated:
     def __init__(self, name):
         self.task, kind = make_task(name), name.partition(':')[0]
         options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
-        keys = getattr(self.task, 'symbol_options', [key for key in options if not key.endswith('_rows')])
         self.folder = f'{kind}:{",".join(options.values())}'
-        self.tokenizer = f'{kind}:{",".join(options[key] for key in keys)}' if keys else kind
+        self.tokenizer = f'{kind}:{",".join(options[key] for key in self.task.symbol_options)}'.removesuffix(':')
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
@@ -98,8 +94,7 @@ class Generated:
         return np.stack([self.row(split, 0 if is_fixed else seed, int(i)) for i in numbers]).astype(np.int64)
 
     def _row(self, split: str, seed: int, i: int) -> np.ndarray:
-        make_row = getattr(self.task, 'val_row', self.task.row) if split == 'val' else self.task.row
-        return make_row(np.random.default_rng([split == 'val', seed, i]))
+        return self.task.row(np.random.default_rng([split == 'val', seed, i]), split)
 
     def tokens(self, split: str, start: int, count: int) -> np.ndarray:
         """Return `count` ids from position `start` of a split's rows, in order (seed 0)."""
@@ -127,10 +122,7 @@ class Generated:
 
     def _batch(self, rows):
         rows = torch.from_numpy(rows)
-        idx = rows[:, :-1]
-        if hasattr(self.task, 'targets'):
-            return idx, self.task.targets(rows)
-        return idx, rows[:, 1:].masked_fill(~self.task.counted(idx), -1)
+        return rows[:, :-1], self.task.targets(rows)
 
     def example(self, T: int, new_tokens: int) -> tuple[list[int], int]:
         """Return the start of a held-out row, up to its last answer, and that answer's length."""

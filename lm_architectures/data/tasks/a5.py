@@ -34,7 +34,7 @@ class Task:
         self.symbols = [''.join(str(k + 1) for k in p) for p in ELEMENTS]
         self.row_tokens = self.length + 1
 
-    def row(self, rng: np.random.Generator) -> np.ndarray:
+    def row(self, rng: np.random.Generator, split: str) -> np.ndarray:
         """Return random elements: ids (T + 1,). The last one is not used."""
         return rng.integers(len(ELEMENTS), size=self.length + 1)
 

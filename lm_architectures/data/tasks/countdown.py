@@ -49,12 +49,10 @@ class Task:
         n_unseen = round(len(targets) / 10)
         self.targets_of = {'unseen': targets[:n_unseen], 'seen': targets[n_unseen:]}
 
-    def val_row(self, rng):
-        return self.row(rng, self.val_targets)
-
-    def row(self, rng: np.random.Generator, targets: str = 'seen') -> np.ndarray:
-        """Return a problem with its solution: ids (T + 1,). targets: 'seen' or 'unseen'."""
-        target, equations = int(rng.choice(self.targets_of[targets])), None
+    def row(self, rng: np.random.Generator, split: str) -> np.ndarray:
+        """Return a problem with its solution: ids (T + 1,)."""
+        targets = self.targets_of[self.val_targets if split == 'val' else 'seen']
+        target, equations = int(rng.choice(targets)), None
         while equations is None:  # about one in seven draws of four numbers is solvable
             numbers, equations = solve(rng.integers(1, 100, size=(8, 4)), target, self.largest)
         row = np.full(self.row_tokens, self.pause)
@@ -63,9 +61,10 @@ class Task:
             a - 1, self.pause + 1 + OPERATIONS.index(operation), b - 1, self.equals, result - 1)]
         return row
 
-    def counted(self, idx):
-        """Return a mask (B, T) of idx (B, T): positions from the last | on."""
-        return (idx == self.pause).cumsum(1) == self.pauses
+    def targets(self, rows):
+        """Return the targets (B, T) of rows (B, T + 1), which count from the last | on."""
+        is_prompt = (rows[:, :-1] == self.pause).cumsum(1) < self.pauses
+        return rows[:, 1:].masked_fill(is_prompt, -1)
 
     def score(self, model, idx, targets, device, batch_size):
         """Return fractions of greedy answers, 'solved' and 'valid_1' to 'valid_3': see `marks`."""

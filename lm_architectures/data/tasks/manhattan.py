@@ -59,7 +59,7 @@ class Task:
         self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < 13  # 5%
         self.row_tokens = self.length + 1
 
-    def row(self, rng: np.random.Generator) -> np.ndarray:
+    def row(self, rng: np.random.Generator, split: str) -> np.ndarray:
         """Return packed random walks: ids (T + 1,)."""
         ids = []
         while len(ids) < self.row_tokens:
@@ -79,11 +79,12 @@ class Task:
             if node != start and not self.is_held_out[start, node]:
                 return [self.first_node + start, self.first_node + node, *turns, self.end]
 
-    def counted(self, idx):
-        """Return a mask (B, T) of idx (B, T): destinations and turns, before a turn or the end."""
+    def targets(self, rows):
+        """Return the targets (B, T) of rows (B, T + 1): turns and ends count, but no places."""
+        idx = rows[:, :-1]
         is_node = (idx >= self.first_node) & (idx < self.end)
         was_node = torch.nn.functional.pad(is_node, (1, -1))
-        return (idx < self.first_node) | is_node & was_node
+        return rows[:, 1:].where((idx < self.first_node) | is_node & was_node, -1)
 
     def score(self, model, idx, targets, device, batch_size):
         """Return {'next_token': fraction of legal argmax tokens, 'valid': of valid greedy paths}.

@@ -28,6 +28,8 @@ class Task:
     train_rows: int | None = 200_000  # graphs in the training set; None: unlimited
     val_rows: int = 20_000  # held-out graphs for validation loss and score
 
+    symbol_options = 'degree', 'length', 'nodes'
+
     def __post_init__(self):
         check_ranges(self, degree=(1, 10_000), length=(2, 10_000), nodes=(2, 1_000_000))
         self.n_edges = self.degree * (self.length - 1)
@@ -38,7 +40,7 @@ class Task:
         self.bar, self.equals, self.slash = range(self.nodes, self.nodes + 3)
         self.row_tokens = 3 * self.n_edges + 3 + self.length
 
-    def row(self, rng: np.random.Generator) -> np.ndarray:
+    def row(self, rng: np.random.Generator, split: str) -> np.ndarray:
         """Return a row of a random graph: ids (T + 1,)."""
         names, E = rng.permutation(self.nodes), self.n_edges
         arms = np.empty((self.degree, self.length), np.int64)  # the goal ends the first arm
@@ -53,9 +55,9 @@ class Task:
         row[3 * E + 3:] = arms[0]
         return row
 
-    def counted(self, idx):
-        """Return a mask (B, T) of idx (B, T): positions from = on."""
-        return (idx == self.equals).cumsum(1) > 0
+    def targets(self, rows):
+        """Return the targets (B, T) of rows (B, T + 1), which count from = on."""
+        return rows[:, 1:].masked_fill((rows[:, :-1] == self.equals).cumsum(1) == 0, -1)
 
     def score(self, model, idx, targets, device, batch_size):
         """Return {'accuracy': fraction of graphs whose path is all argmax, given true prefixes}."""

@@ -38,6 +38,7 @@ class Task:
     val_rows: int = 1000  # held-out rows for validation loss and scores
 
     train_rows = None  # unlimited
+    symbol_options = 'hops', 'keys', 'values'
 
     def __post_init__(self):
         check_ranges(self, hops=(0, 1000), keys=(1, 1000), values=(1, 1_000_000))
@@ -51,7 +52,7 @@ class Task:
         self.first_key, self.separator = FIRST_VALUE + self.values, len(self.symbols) - 1
         self.row_tokens = (6 * M + 2) * self.hops + 3 * M + 4
 
-    def row(self, rng: np.random.Generator) -> np.ndarray:
+    def row(self, rng: np.random.Generator, split: str) -> np.ndarray:
         """Return a row of random tables: ids (T + 1,)."""
         return self.encode(rng.permutation(self.values)[:self.keys], rng.random((self.hops, self.keys)).argsort(1))
 
@@ -71,9 +72,10 @@ class Task:
             parts += [table.ravel(), separator, queries.ravel(), separator]
         return np.concatenate(parts)[:self.row_tokens]  # keeps only the first query of the last level
 
-    def counted(self, idx):
-        """Return a mask (B, T) of idx (B, T): keys directly after Q."""
-        return (idx == QUERY).roll(1, 1)  # the last input is a key, so no Q wraps around
+    def targets(self, rows):
+        """Return the targets (B, T) of rows (B, T + 1), which count at keys directly after Q."""
+        after_query = (rows[:, :-1] == QUERY).roll(1, 1)  # the last input is a key, so no Q wraps around
+        return rows[:, 1:].masked_fill(~after_query, -1)
 
     def score(self, model, idx, targets, device, batch_size):
         """Return {'accuracy_0' ... 'accuracy_H': accuracy per level, 'levels_solved': a count}."""

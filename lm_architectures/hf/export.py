@@ -32,6 +32,7 @@ from lm_architectures.settings import load_settings
 
 RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
           'dtype')  # settings of training in the model card
+MODEL_IMPORT = 'from model_standard import Config, Model'  # of wrapper.py; in an export, of the run's own files
 CARD = '''---
 license: unknown
 library_name: transformers
@@ -99,6 +100,11 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     n_parameters = sum(tensor.numel() for tensor in tensors.values())
     write_file(new / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
     os.replace(new, folder)
+    print_advice(folder, data, family, exact, masks_documents=c.eos_id is not None)
+
+
+def print_advice(folder: Path, data: dict, family: str | None, exact: bool, masks_documents: bool) -> None:
+    """Print how to load an export and, for a family, where it differs from the run."""
     kind = (f'{FAMILIES[family]}, because it gives the same logits' if family else
             'with the model code' + ', because no family gives its logits' * (not exact))
     print(f'{folder} is a Hugging Face folder, {kind}: load it with AutoModelForCausalLM.from_pretrained('
@@ -106,7 +112,7 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     if family == 'qwen2' and not keeps_ids(folder, data['tokenizer'], data['bos']):
         print('AutoTokenizer splits the texts of a Qwen2 with its own rules, which give other ids than in this run: '
               'load the tokenizer with PreTrainedTokenizerFast, or export with --exact')
-    if family and c.eos_id is not None:
+    if family and masks_documents:
         print(f'A {FAMILIES[family]} does not mask attention between documents: its logits differ from this run after '
               'an end-of-text token, as in rolling likelihoods of lm-eval, which start with one. --exact keeps the '
               'mask')
@@ -145,12 +151,11 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
                      'AutoModelForCausalLM': 'hf_model.RunForCausalLM'}})
     save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',
               {'format': 'pt'})
-    wrapper = (ROOT / 'lm_architectures/hf/wrapper.py').read_text(encoding='utf-8')
-    wrapper = wrapper.replace('from model_standard import', f'from .model_{record["model"]} import')
     files = models.code_of(record['model'], record['code'])
-    for name in files:  # transformers copies the files that it finds by this form of import
-        wrapper += f'from .{name} import __name__ as _\n'
-    write_file(folder / 'hf_model.py', wrapper.encode())
+    imports = [f'from .model_{record["model"]} import Config, Model',
+               *(f'from .{name} import __name__ as _' for name in files)]  # transformers copies what this file imports
+    wrapper = (ROOT / 'lm_architectures/hf/wrapper.py').read_text(encoding='utf-8')
+    write_file(folder / 'hf_model.py', wrapper.replace(MODEL_IMPORT, '\n'.join(imports)).encode())
     for name, (_, code) in files.items():
         code = re.sub('^( +)from lm_architectures.scans import .*$', r'\1raise ModuleNotFoundError  # not exported',
                       code, flags=re.MULTILINE)  # it reads weights itself and would not see adapters

@@ -3,6 +3,7 @@ import dataclasses
 
 import torch
 
+from lm_architectures.files import first_line, warn_once
 from lm_architectures.run import checkpoint, models
 
 LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
@@ -105,7 +106,9 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
         with torch.no_grad():
             ours.append(model.logits(ids))  # as in evaluation
             theirs = to_family(narrow, checkpoint.checkpoint_tensors(model), c.n_ids, family=family).eval()(ids).logits
-    except Exception:  # an edited model may not run at this size, or have tensors of other shapes
+    except Exception as error:  # of an edited model, which may not run at this size or have other shapes
+        warn_once(f'model_{record["model"]} is not compared with {FAMILIES[family]}, because a narrow copy of it fails '
+                  f'({type(error).__name__}: {first_line(error)})')
         return None
     is_same = all((logits[..., :c.n_ids] - theirs).abs().max() < 1e-4 for logits in ours)
     return family if is_same else None

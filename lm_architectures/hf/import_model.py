@@ -24,8 +24,6 @@ from lm_architectures.hf.tokenizers import fast_tokenizer
 from lm_architectures.run import checkpoint, folders, models, records
 from lm_architectures.settings import load_settings
 
-ONLY_DATA = {'local_files_only': True, 'trust_remote_code': False}  # for from_pretrained
-
 
 @dataclass
 class Settings:
@@ -48,26 +46,28 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
     family = read_json(folder / 'config.json', 'copy it again').get('model_type')
     if family not in FAMILIES:
         raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
+    own, bos, template = read_tokenizer(folder, tokenizer, eos_token)
+    c, n_rows, block_size = standard_config(folder, own)
+    theirs, info = pretrained('AutoModelForCausalLM', folder, dtype='auto', output_loading_info=True,
+                              ignore_mismatched_sizes=True)
+    for kind, names in info.items():
+        if names:
+            raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')
+    c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    tensors = read_tensors(theirs, c, n_rows)
+    if bad := checkpoint.first_nonfinite(tensors):
+        raise UserError(f'{folder} has NaN or infinity in {bad}: download it again')
+    ends = sorted({own.eos_id, *read_eos_ids(folder)})
+    record = {
+        'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
+        'model_config': dataclasses.asdict(c),
+        'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
+                 'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
+        'versions': {'torch': torch.__version__}}
     try:
-        own, bos, template = read_tokenizer(folder, tokenizer, eos_token)
-        c, n_rows, block_size = standard_config(folder, own)
-        theirs = load_hf_model(folder)
-        c.tied_head = torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
-        tensors = read_tensors(theirs, c, n_rows)
-        if bad := checkpoint.first_nonfinite(tensors):
-            raise UserError(f'{folder} has NaN or infinity in {bad}: download it again')
-        ends = sorted({own.eos_id, *read_eos_ids(folder)})
-        record = {
-            'model': 'standard', 'settings': {'block_size': block_size, 'eval_seed': None, 'data': ''},
-            'model_config': dataclasses.asdict(c),
-            'data': {'folder': '', 'tokenizer': own.name, 'n_ids': own.n_ids, 'eos_id': own.eos_id, 'bos': bos,
-                     'sha256': '', 'n_rows': n_rows, **({'ends': ends} if len(ends) > 1 else {})},
-            'versions': {'torch': torch.__version__}}
         folders.check_record(record)
-    except UserError:
-        raise
-    except Exception as error:  # transformers and safetensors raise various errors for damaged files
-        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
+    except ValueError as error:
+        raise UserError(f'{folder} cannot be a run: {error}')
     with records.locked_run(run, is_new=True, overwrite=False):
         checkpoint.save_checkpoint(run, 0, tensors, {'step': 0})
         if template:
@@ -81,6 +81,16 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
         print(f'Generation stops at {", ".join(f"{name_of(i)!r} ({i})" for i in ends)}; documents at {own.eos_id}')
 
 
+def pretrained(kind: str, folder: Path, **options):
+    """Return what a class of transformers reads from a folder. None of the folder's code runs."""
+    import transformers
+    try:
+        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True, trust_remote_code=False,
+                                                           **options)
+    except Exception as error:  # of transformers and safetensors, for damaged files: they have no common class
+        raise UserError(f'{folder} could not be read ({type(error).__name__}: {first_line(error)})')
+
+
 def read_tokenizer(folder: Path, name: str | None, eos_token: str | None) -> tuple[Tokenizer, bool, str | None]:
     """Return (tokenizer, whether texts start with bos, chat template). name: as in --tokenizer."""
     path = name or next(filter(Path.is_file, (folder / 'tokenizer.json', folder / 'tokenizer.model')), None)
@@ -92,8 +102,7 @@ def read_tokenizer(folder: Path, name: str | None, eos_token: str | None) -> tup
         raise UserError(f'the tokenizer {own.name} has a fixed eos token: --eos_token is for tokenizer.json')
     if name:
         return own, False, None
-    from transformers import AutoTokenizer
-    theirs = AutoTokenizer.from_pretrained(folder, **ONLY_DATA)
+    theirs = pretrained('AutoTokenizer', folder)
     if len(theirs) > own.n_ids:
         lost = theirs.convert_ids_to_tokens(range(own.n_ids, len(theirs)))
         warn_once(f'{path} lacks {", ".join(lost)}, which transformers adds: they are read as text here. To keep them, '
@@ -114,9 +123,8 @@ def read_eos_ids(folder: Path) -> set[int]:
 
 def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
     """Return (model_standard.Config, vocabulary rows, maximum length) of a Hugging Face folder."""
-    from transformers import AutoConfig
-    theirs = AutoConfig.from_pretrained(folder, **ONLY_DATA)
-    family, rope, n_rows = theirs.model_type, getattr(theirs, 'rope_parameters', None), theirs.vocab_size
+    theirs = pretrained('AutoConfig', folder)
+    family, rope, n_rows = theirs.model_type, theirs.rope_parameters, theirs.vocab_size
     if theirs.hidden_act != 'silu':
         raise UserError(f'{folder} has hidden_act = {theirs.hidden_act!r}: model_standard only has silu')
     if n_rows < tokenizer.n_ids:
@@ -168,17 +176,6 @@ def read_tensors(theirs: torch.nn.Module, c, n_rows: int) -> dict:
     for name in {'embed.weight', 'head.weight'} & tensors.keys():
         tensors[name] = F.pad(tensors[name], (0, 0, 0, c.vocab_size - n_rows))
     return tensors
-
-
-def load_hf_model(folder: Path) -> torch.nn.Module:
-    """Load a Hugging Face folder in its dtype. UserError for missing or unexpected tensors."""
-    from transformers import AutoModelForCausalLM
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype='auto', output_loading_info=True,
-                                                        ignore_mismatched_sizes=True, **ONLY_DATA)
-    for kind, names in info.items():
-        if names:
-            raise UserError(f'{folder} does not fit its config.json: {kind.replace("_", " ")} {sorted(names)[:3]}')
-    return theirs
 
 
 def main(argv: list[str] | None = None) -> None:

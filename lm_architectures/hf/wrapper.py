@@ -1,7 +1,7 @@
 """Hugging Face wrapper for a run of this repository.
 
-lm_architectures/hf/export.py writes this file and the model's code next to the weights. The folder
-then works with only torch and transformers installed:
+lm_architectures/hf/export.py writes this file next to the weights, with imports of the run's model
+in place of model_standard. The folder then works with only torch and transformers installed:
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils import can_return_tuple
 
-from model_standard import Config, Model  # in the exported copy: the run's model
+from model_standard import Config, Model
 
 
 class RunConfig(PretrainedConfig):

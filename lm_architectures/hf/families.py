@@ -6,8 +6,13 @@ import torch
 from lm_architectures.files import first_line, warn_once
 from lm_architectures.run import checkpoint, models
 
-LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 FAMILIES = {'llama': 'Llama', 'mistral': 'Mistral', 'qwen2': 'Qwen2', 'qwen3': 'Qwen3'}  # `model_type`: class
+SETTINGS = {  # model_standard's Config: theirs
+    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads', 'n_embd': 'hidden_size', 'head_size': 'head_dim',
+    'n_kv_head': 'num_key_value_heads', 'n_ffn': 'intermediate_size', 'norm_eps': 'rms_norm_eps',
+    'tied_head': 'tie_word_embeddings'}
+LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'  # rope_scaling
+LINEAR = 1e9, 2e9, 1.0  # end of a rope_scaling that divides all frequencies by one factor
 
 
 def hf_tensor_map(c, n_rows: int) -> dict[str, list[tuple[str, int]]]:
@@ -48,21 +53,18 @@ def to_family(c, tensors: dict, n_rows: int, max_tokens: int = 8192, ends: int |
     import transformers
     rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
     if c.rope_scaling:
-        factor, low, high, tokens = c.rope_scaling
-        rope |= {'rope_type': 'linear', 'factor': factor}
-        if (low, high, tokens) != LINEAR:
-            rope |= {'rope_type': 'llama3', 'low_freq_factor': low, 'high_freq_factor': high,
-                     'original_max_position_embeddings': int(tokens)}
+        *factors, tokens = c.rope_scaling
+        is_linear = c.rope_scaling[1:] == LINEAR
+        rope |= {'rope_type': 'linear', 'factor': factors[0]} if is_linear else {
+            'rope_type': 'llama3', **dict(zip(LLAMA3, (*factors, int(tokens))))}
     window = {}
     if family != 'llama':  # theirs counts the query itself
         window = {'sliding_window': None if c.window is None else c.window + 1}
     if family.startswith('qwen') and c.window is not None:
         window |= {'use_sliding_window': True, 'max_window_layers': 0}
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=n_rows, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size, rms_norm_eps=c.norm_eps,
-        rope_parameters=rope, tie_word_embeddings=c.tied_head, max_position_embeddings=max_tokens,
-        bos_token_id=None, eos_token_id=ends, pad_token_id=None, **window)
+        family, vocab_size=n_rows, rope_parameters=rope, max_position_embeddings=max_tokens, bos_token_id=None,
+        eos_token_id=ends, pad_token_id=None, **window, **{name: getattr(c, ours) for ours, name in SETTINGS.items()})
     family_class = getattr(transformers, f'{FAMILIES[family]}ForCausalLM')
     return family_class.from_pretrained(None, config=config, state_dict=family_tensors(c, tensors, n_rows),
                                         dtype=tensors['embed.weight'].dtype)

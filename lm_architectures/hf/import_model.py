@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer, padded_vocab
 from lm_architectures.files import UserError, command, first_line, friendly_errors, read_json, warn_once, write_file
-from lm_architectures.hf.families import FAMILIES, LINEAR, hf_tensor_map
+from lm_architectures.hf.families import FAMILIES, LINEAR, LLAMA3, SETTINGS, hf_tensor_map
 from lm_architectures.hf.tokenizers import fast_tokenizer
 from lm_architectures.run import checkpoint, folders, models, records
 from lm_architectures.settings import load_settings
@@ -44,7 +44,7 @@ def import_folder(folder, run, tokenizer: str | None = None, eos_token: str | No
     if not (folder / 'config.json').is_file():
         raise UserError(f'{folder} is not a Hugging Face folder: it has no config.json')
     family = read_json(folder / 'config.json', 'copy it again').get('model_type')
-    if family not in FAMILIES:
+    if str(family) not in FAMILIES:
         raise UserError(f'{folder} has model_type = {family!r}: expected one of {", ".join(FAMILIES)}')
     own, bos, template = read_tokenizer(folder, tokenizer, eos_token)
     c, n_rows, block_size = standard_config(folder, own)
@@ -133,14 +133,12 @@ def standard_config(folder: Path, tokenizer: Tokenizer) -> tuple:
                         'with --tokenizer')
     # Hugging Face's padding rows (more rows than ids) are part of the softmax; ours are not.
     is_padded = n_rows > tokenizer.n_ids
-    c = models.make_config('standard', dict(
-        n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads, n_embd=theirs.hidden_size,
-        n_ffn=theirs.intermediate_size, n_kv_head=theirs.num_key_value_heads,
-        head_size=getattr(theirs, 'head_dim', None), qkv_bias=family == 'qwen2', qk_norm=family == 'qwen3',
-        rope_theta=float(rope['rope_theta']), rope_scaling=rope_scaling_of(rope, folder),
-        norm_eps=theirs.rms_norm_eps, tied_head=theirs.tie_word_embeddings, window=window_of(theirs, folder),
-        vocab_size=n_rows if is_padded else padded_vocab(n_rows), pad_rows_in_loss=is_padded, n_ids=tokenizer.n_ids,
-        eos_id=None))
+    c = models.make_config('standard', {
+        **{ours: getattr(theirs, name, None) for ours, name in SETTINGS.items()}, 'eos_id': None,
+        'qkv_bias': family == 'qwen2', 'qk_norm': family == 'qwen3', 'window': window_of(theirs, folder),
+        'rope_theta': float(rope['rope_theta']), 'rope_scaling': rope_scaling_of(rope, folder),
+        'vocab_size': n_rows if is_padded else padded_vocab(n_rows), 'pad_rows_in_loss': is_padded,
+        'n_ids': tokenizer.n_ids})
     return c, n_rows, theirs.max_position_embeddings
 
 
@@ -151,8 +149,7 @@ def rope_scaling_of(rope: dict, folder) -> tuple[float, ...] | None:
     if rope['rope_type'] == 'linear':
         return (rope['factor'], *LINEAR)
     if rope['rope_type'] == 'llama3':
-        names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
-        return tuple(rope[name] for name in names)
+        return tuple(rope[name] for name in LLAMA3)
     raise UserError(f'{folder} has rope_type {rope["rope_type"]!r}: expected default, linear or llama3')
 
 

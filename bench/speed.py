@@ -29,9 +29,9 @@ import torch
 import bench
 from bench import GPU, alternate, isolated, measure, memory_of
 from lm_architectures import train
-from lm_architectures.data import MissingData, open_data
+from lm_architectures.data import open_data
 from lm_architectures.decode.generation import generate
-from lm_architectures.files import UserError
+from lm_architectures.files import MissingData, UserError
 from lm_architectures.hf.families import to_family
 from lm_architectures.machine.devices import DType, decoding_dtype, start_processes
 from lm_architectures.run import run_settings

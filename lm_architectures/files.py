@@ -32,6 +32,10 @@ class UserError(ValueError):
     """Invalid input. The message states what was given, what was expected and what to do."""
 
 
+class MissingData(UserError):
+    """No data of this name; a command may build it."""
+
+
 @contextmanager
 def friendly_errors(argv: list[str] | None) -> Iterator[None]:
     """Exit with status 1 and one sentence on UserError, OSError, lack of memory or a compiler.

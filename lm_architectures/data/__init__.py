@@ -9,11 +9,7 @@ from pathlib import Path
 
 from lm_architectures.data.tasks import builtin_data, builtin_module, task_class
 from lm_architectures.data.text.shards import BUILT, Data
-from lm_architectures.files import UserError, locked, remove
-
-
-class MissingData(UserError):
-    """No data of this name; a command may build it."""
+from lm_architectures.files import MissingData, UserError, locked, remove
 
 
 def open_data(name):

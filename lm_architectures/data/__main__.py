@@ -20,10 +20,9 @@ def main(argv: list[str] | None = None) -> None:
         names = [*data.task.symbols, 'eos']
         inputs, wanted = [names[i] for i in idx[0]], [names[i] if i >= 0 else '_' for i in targets[0]]
         width = max(map(len, [*inputs, *wanted])) + 1
-        per_line = 100 // width
-        for start in range(0, data.T, per_line):
+        for start in range(0, data.T, 100 // width):
             for title, row in (('input', inputs), ('target', wanted)):
-                print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row[start:start + per_line]).rstrip())
+                print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row[start:start + 100 // width]).rstrip())
         print(f'block_size = {data.T}; {data.n_ids} ids, including eos')
 
 

@@ -10,9 +10,9 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from lm_architectures.data import MissingData, open_data
+from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
-from lm_architectures.files import UserError, command
+from lm_architectures.files import MissingData, UserError, command
 from lm_architectures.machine.parallel import ranks
 from lm_architectures.run import models
 from lm_architectures.settings import HERE, convert, parse_args, print_help, read_config_file

@@ -26,7 +26,6 @@ class Task:
     length: int = 12  # elements per word, T
     train_rows: int | None = 1_000_000  # words in the training set; None: unlimited
     val_rows: int = 100_000  # held-out words for validation loss and scores
-
     symbol_options = ()  # the symbols do not depend on the length
 
     def __post_init__(self):

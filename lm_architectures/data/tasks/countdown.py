@@ -36,7 +36,6 @@ class Task:
     val_targets: Literal['unseen', 'seen'] = 'unseen'  # targets of the held-out rows: not in training, or in training
     train_rows: int | None = 500_000  # problems in the training set; None: unlimited
     val_rows: int = 10_000  # held-out problems for validation loss and scores
-
     symbol_options = 'largest',
 
     def __post_init__(self):

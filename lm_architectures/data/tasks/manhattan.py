@@ -20,9 +20,8 @@ from itertools import product
 import numpy as np
 import torch
 
-from lm_architectures.data import MissingData
 from lm_architectures.data.generated import greedy_answers, greedy_tokens
-from lm_architectures.files import UserError
+from lm_architectures.files import MissingData, UserError
 from lm_architectures.settings import check_ranges
 
 
@@ -36,7 +35,6 @@ class Task:
     pairs: int = 1000  # held-out pairs of start and destination in the score `valid`
     train_rows: int | None = 18_359_375  # rows in the training set, 4.7B tokens; None: unlimited
     val_rows: int = 256  # held-out rows for validation loss and next-token score
-
     symbol_options = 'edges', 'grid'
 
     def __post_init__(self):
@@ -55,8 +53,8 @@ class Task:
             self.neighbor[node_id[a], directions.index(direction)] = node_id[b]
         self.exits = [[(turn, b) for turn, b in enumerate(row) if b >= 0] for row in self.neighbor.tolist()]
         self.starts = [node for node, exits in enumerate(self.exits) if exits]
-        n = len(self.nodes)
-        self.is_held_out = np.random.default_rng(0).integers(256, size=(n, n), dtype=np.uint8) < 13  # 5%
+        pairs = np.random.default_rng(0).integers(256, size=2 * [len(self.nodes)], dtype=np.uint8)
+        self.is_held_out = pairs < 13  # 5%
         self.row_tokens = self.length + 1
 
     def row(self, rng: np.random.Generator, split: str) -> np.ndarray:

@@ -27,7 +27,6 @@ class Task:
     nodes: int = 100  # number of node names to draw from, N
     train_rows: int | None = 200_000  # graphs in the training set; None: unlimited
     val_rows: int = 20_000  # held-out graphs for validation loss and score
-
     symbol_options = 'degree', 'length', 'nodes'
 
     def __post_init__(self):

@@ -36,7 +36,6 @@ class Task:
     keys: int = 5  # keys of each table, M
     values: int = 10  # number of values that the base table draws from
     val_rows: int = 1000  # held-out rows for validation loss and scores
-
     train_rows = None  # unlimited
     symbol_options = 'hops', 'keys', 'values'
 
@@ -82,5 +81,5 @@ class Task:
         is_right = greedy_tokens(model, idx, device, batch_size) == targets
         level = (idx - self.first_key) // self.keys
         accuracy = [is_right[(targets >= 0) & (level == l)].float().mean().item() for l in range(self.hops + 1)]
-        n_solved = sum(a >= SOLVED for a in accuracy)
-        return {**{f'accuracy_{l}': a for l, a in enumerate(accuracy)}, 'levels_solved': n_solved}
+        found = {f'accuracy_{l}': a for l, a in enumerate(accuracy)}
+        return found | {'levels_solved': sum(a >= SOLVED for a in accuracy)}

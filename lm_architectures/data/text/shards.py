@@ -54,14 +54,13 @@ class Data:
         self.splits, self.dtype = meta['splits'], np.dtype(meta['dtype'])
         self.starts = {split: [0, *itertools.accumulate(shard['tokens'] for shard in self.splits[split]['shards'])]
                        for split in ('train', 'val')}  # each shard's start, then the total
-        for path, shard in self._shards():
+        self.shards = [(self.folder / shard['file'], shard) for split in self.starts
+                       for shard in self.splits[split]['shards']]
+        for path, shard in self.shards:
             size = shard['tokens'] * self.dtype.itemsize
             have = f'has {path.stat().st_size} bytes' if path.is_file() else 'is missing'
             if have != f'has {size} bytes':
                 raise UserError(f'{path} {have}, expected {size} bytes: copy or build the data again')
-
-    def _shards(self) -> list[tuple]:
-        return [(self.folder / shard['file'], shard) for split in self.starts for shard in self.splits[split]['shards']]
 
     @property
     def sha256(self) -> str:
@@ -70,7 +69,7 @@ class Data:
 
     def verify(self) -> None:
         """Read every shard and compare its SHA-256 with meta.json."""
-        for path, shard in self._shards():
+        for path, shard in self.shards:
             if sha256(path) != shard['sha256']:
                 raise UserError(f'{path} does not match its checksum in meta.json: copy or build the data again')
 

@@ -1,4 +1,8 @@
-"""Which documents of a source are validation data: the hash of an id or text decides."""
+"""Which documents of a source are validation data.
+
+A hash decides: of a document's id, or of its text if there are no ids or all are equal. Of a single
+text, the end is validation data. A fraction that would leave too few documents is raised.
+"""
 import bisect
 import math
 from collections.abc import Iterator
@@ -12,26 +16,25 @@ TAIL = 0.1  # fraction of a single text that is validation data, as in nanoGPT
 def split_documents(source, val_fraction: float, by: str, state: list | None = None) -> Iterator[tuple]:
     """Yield (next state, [(split, text)]) of a Source, [] for a record without text.
 
-    by: 'id', 'text', whose hash decides, or 'tail': the end of the only text is validation data.
+    by: 'id' or 'text', whose hash decides, or 'tail' for a single text.
     """
     for next_state, found in source.documents(state):
+        key, text = found or (None, None)
         if found is None:
-            yield next_state, []
-            continue
-        key, text = found
-        if by == 'tail':
+            parts = []
+        elif by == 'tail':
             cut = int(len(text) * (1 - TAIL))
-            yield next_state, [('train', text[:cut]), ('val', text[cut:])]
+            parts = [('train', text[:cut]), ('val', text[cut:])]
         else:
-            yield next_state, [(split_of(text if by == 'text' else key, val_fraction, source.s.val_hash), text)]
+            parts = [(split_of(text if by == 'text' else key, val_fraction, source.s.val_hash), text)]
+        yield next_state, parts
 
 
 def fitting_split(source, max_tokens: int | None = None) -> tuple[float, str]:
     """Return (val_fraction, by) for `split_documents`, and print changes from the settings.
 
-    Raises val_fraction to leave MIN_VAL_DOCUMENTS for validation (5% of fewer than 200 documents).
-    Splits by text if all ids are equal. Stops reading after enough documents or max_tokens bytes,
-    because a document rarely has more tokens than bytes.
+    Raises val_fraction to leave MIN_VAL_DOCUMENTS. Stops reading after enough documents or
+    max_tokens bytes, because a document rarely has more tokens than bytes.
     """
     s, ids, texts, n_val, n_bytes = source.s, [], [], 0, 0  # the hashes of all ids, and of all texts
     for key, text in (found for _, found in source.documents() if found):

@@ -1,7 +1,7 @@
 """Tokenizers of other libraries: GPT-2's, tokenizer.json, SentencePiece."""
+import functools
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +53,19 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
     """Load a tokenizer.json. eos_token: see `load_tokenizer`."""
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import ByteLevel
-    try:
+
+    @functools.cache  # two objects, because the library cannot switch one that a thread is using
+    def library(is_plain):
+        """Return the library's tokenizer. is_plain: special tokens in a text are read as text."""
         fast = Tokenizer.from_file(str(path))
+        fast.no_truncation()
+        fast.no_padding()
+        if getattr(fast.model, 'dropout', None):
+            fast.model.dropout = None
+        fast.encode_special_tokens = is_plain
+        return fast
+    try:
+        fast = library(False)
     except Exception as error:  # the library raises plain Exceptions
         raise UserError(f'{path} is not a tokenizer.json: {error}')
     special, vocabulary = special_tokens(path), fast.get_vocab()
@@ -63,10 +74,6 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
     if eos is None:
         raise UserError(f'{path} has no eos token: expected {eos_token or " or ".join(EOS_NAMES)}; set another with '
                         '"eos_token" in tokenizer_config.json next to it, or --eos_token when importing')
-    fast.no_truncation()
-    fast.no_padding()
-    if getattr(fast.model, 'dropout', None):
-        fast.model.dropout = None
     decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
     if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
         raise UserError(f'{path} has the decoder {decoder}: expected a byte-level or SentencePiece decoder')
@@ -75,17 +82,14 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
         printable = [ord(c) for c in characters if ord(c) < 256]
         byte_of = dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
         added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
-
     names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
     inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
 
     def encode(text, is_plain=False):
-        if fast.encode_special_tokens != is_plain:
-            fast.encode_special_tokens = is_plain
-        ids = fast.encode_batch_fast([text], add_special_tokens=False)[0].ids  # releases Python's lock, unlike `encode`
+        encode_batch = functools.partial(library(is_plain).encode_batch_fast, add_special_tokens=False)
+        ids = encode_batch([text])[0].ids  # a batch of one releases Python's lock, unlike `encode`
         if is_plain and (eos in ids or bos in ids):  # a Unigram model may still match it: split it in two
-            parts = fast.encode_batch_fast(re.split(inside, text), add_special_tokens=False)
-            ids = [i for part in parts for i in part.ids]
+            ids = [i for part in encode_batch(re.split(inside, text)) for i in part.ids]
         return ids
 
     def token_bytes(i):
@@ -93,7 +97,7 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
             return b''
         return added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
     return dict(n_ids=max(vocabulary.values()) + 1, eos_id=eos, bos_id=bos, encode=encode,
-                encode_plain=partial(encode, is_plain=True), token_bytes=token_bytes, to_text=fast.decode)
+                encode_plain=functools.partial(encode, is_plain=True), token_bytes=token_bytes, to_text=fast.decode)
 
 
 def sentence_piece(path: Path) -> dict:

@@ -45,27 +45,24 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
     """
     name, path = str(name), Path(name)
     if name == 'byte':
-        tokenizer = Tokenizer(name, 257, 256, encode=lambda text: list(text.encode()),
-                              encode_plain=lambda text: np.frombuffer(text.encode(), np.uint8),
-                              token_bytes=lambda i: bytes([i]) if i < 256 else b'')
+        found = dict(n_ids=257, eos_id=256, encode=lambda text: list(text.encode()),
+                     encode_plain=lambda text: np.frombuffer(text.encode(), np.uint8),
+                     token_bytes=lambda i: bytes([i]) if i < 256 else b'')
     elif task_class(name):
         from lm_architectures.data.generated import symbol_tokenizer
-        tokenizer = Tokenizer(name, **symbol_tokenizer(name))
+        found = symbol_tokenizer(name)
     elif name == 'gpt2' or path.exists():
         from lm_architectures.data.text.tokenizer_files import gpt2, huggingface, sentence_piece
-        if name == 'gpt2' or path.is_dir():
-            tokenizer = Tokenizer(name, **gpt2(name))
-        else:
-            found = sentence_piece(path) if path.suffix == '.model' else huggingface(path, eos_token)
-            tokenizer = Tokenizer(name, **found)
+        found = (gpt2(name) if name == 'gpt2' or path.is_dir() else
+                 sentence_piece(path) if path.suffix == '.model' else huggingface(path, eos_token))
     else:
         raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
                         'SentencePiece .model or a folder with encoder.json and vocab.bpe')
+    tokenizer, encode = Tokenizer(name, **found), found['encode']
+    tokenizer.encode = lambda text: encode(without_surrogates(text))
     if bos and tokenizer.bos_id is None:
         raise UserError(f'the tokenizer {name} has no bos token, such as <s>: leave out --bos')
     tokenizer.start = (tokenizer.bos_id,) if bos else ()
-    encode = tokenizer.encode
-    tokenizer.encode = lambda text: encode(without_surrogates(text))
     return tokenizer
 
 

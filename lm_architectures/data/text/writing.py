@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +56,7 @@ class ShardWriter:
         info['tokens'] += len(ids)
         info['documents'] += 1
         info['bytes'] += n_bytes
-        is_full = shard['tokens'] >= self.shard_tokens
-        if is_full:
+        if is_full := shard['tokens'] >= self.shard_tokens:
             self.flush()
             self.files.pop(split).close()
         return is_full
@@ -117,8 +115,7 @@ def split_of(text: str, val_fraction: float = VAL_FRACTION, val_hash: str = 'sha
 def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Return the ids of a document with eos, and bos if the tokenizer was loaded with it."""
     pieces = encoded_pieces(tokenizer.encode_plain or tokenizer.encode, text)
-    parts = chain([tokenizer.start], pieces, [[tokenizer.eos_id]])
-    return np.concatenate([np.asarray(ids, np.uint32) for ids in parts])
+    return np.concatenate([np.asarray(ids, np.uint32) for ids in (tokenizer.start, *pieces, [tokenizer.eos_id])])
 
 
 def encoded_pieces(encode: Callable, text: str) -> Iterator:

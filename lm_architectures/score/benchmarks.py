@@ -14,7 +14,7 @@ def local_records(folder, task: str, parts=('', '_valid', '_val', '_dev', '_test
     arc_easy, arc_challenge: question {stem, choices} and answerKey, or query, choices, gold
     piqa, social_iqa, hellaswag, winogrande, sciq: as published
     lambada_openai, lambada_standard: text, or context and continuation
-    wikitext, c4, books3, govreport: page or text, one document per line
+    wikitext, c4: page or text. books3, govreport: text. One document per line
     other lm-eval tasks: the fields of the dataset on the hub
     """
     paths = [Path(folder) / f'{task}{part}.jsonl' for part in parts]

@@ -25,7 +25,10 @@ OUR_TASKS = ROOT / 'config/lm_eval'  # tasks that are not in lm-eval
 
 
 class RunLM(TemplateLM):
-    """lm-eval model for a trained run. ends: ids that end an answer; None: the tokenizer's eos."""
+    """lm-eval model for a trained run. ends: ids that end an answer; None: the tokenizer's eos.
+
+    As in lm-eval's own models, a context that is too long loses its start, bos included.
+    """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, ends: list[int] | None = None):
         super().__init__()

@@ -16,8 +16,8 @@ class Scorer:
 
     def __init__(self, model, max_length: int, batch_tokens: int = 16384, max_logits: int = 2 ** 26):
         """max_length: context length. batch_tokens: maximum tokens per batch, including padding."""
-        self.model, self.max_length, self.max_logits = model, max_length, max_logits
-        self.batch_tokens, self.device = batch_tokens, next(model.parameters()).device
+        self.model, self.max_length, self.batch_tokens, self.max_logits = model, max_length, batch_tokens, max_logits
+        self.max_call = max(1, max_logits // model.config.vocab_size)  # tokens of one row in a call
         self.truncated = 0  # requests whose context was cut
 
     def score(self, requests: list[tuple]) -> list[tuple[float, bool, bool]]:
@@ -29,7 +29,7 @@ class Scorer:
         results = {}
         for number, batch in enumerate(self._batches(self._groups(requests))):
             if number % world() == rank():
-                results |= self._score_batch(batch)
+                results |= score_batch(self.model, batch, self.max_call)
         results = {i: result for share in all_gather(results) for i, result in share.items()}
         return [results[i] for i in range(len(requests))]
 
@@ -44,7 +44,7 @@ class Scorer:
                                 'give a larger --max_length')
             room = self.max_length + 1 - len(continuation)  # the last token is only predicted
             self.truncated += len(context) > room
-            alone = None if len(continuation) <= MAX_SHARED else i
+            alone = None if len(continuation) <= min(MAX_SHARED, self.max_call) else i
             groups.setdefault((tuple(context[-room:]), alone), []).append((i, continuation))
 
         def order(group):
@@ -68,36 +68,36 @@ class Scorer:
         if batch:
             yield batch
 
-    @torch.inference_mode()
-    def _score_batch(self, batch) -> dict:
-        """Score groups of requests, one row each. Returns {index of a request: result}."""
-        contexts = [context for context, _ in batch]
-        n_turns = max(len(members) for _, members in batch)
-        longest = max(len(continuation) for _, members in batch for _, continuation in members)
-        max_call = longest
-        if n_turns == 1:  # feed a long continuation in pieces, to bound the size of its logits
-            max_call = min(longest, max(1, self.max_logits // self.model.config.vocab_size))
-        model, cache = decodable(self.model), allocate_cache(self.model, contexts, longest, max_call)
-        tokens, lengths = pad(contexts, self.device)
-        first_logits = model.extend(tokens, cache, lengths)
-        results = {}
-        for turn in range(n_turns):
-            members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
-            targets, lengths = pad([continuation for _, continuation in members], self.device)
-            judged, n_read = [target_log_probs(first_logits[:, None], targets[:, :1])], targets.shape[1] - 1
-            for start in range(0, n_read, max_call):  # several calls only for a batch of one row
-                tokens = targets[:, start:min(start + max_call, n_read)]
-                n_new = (lengths - 1).clamp(1, tokens.shape[1])
-                logits = model.extend(tokens, cache, n_new, all_positions=True)
-                judged.append(target_log_probs(logits, targets[:, start + 1:start + 1 + tokens.shape[1]]))
-            if n_read and turn + 1 < n_turns:
-                cache.rollback(n_new)
-            nats, is_greedy = (torch.cat(parts, 1) for parts in zip(*judged))
-            is_counted = torch.arange(targets.shape[1], device=self.device) < lengths[:, None]
-            totals, all_greedy = (nats * is_counted).sum(1).tolist(), (is_greedy | ~is_counted).all(1).tolist()
-            judged = zip(totals, all_greedy, is_greedy[:, 0].tolist())
-            results |= {i: result for (i, _), result in zip(members, judged) if i is not None}
-        return results
+
+@torch.inference_mode()
+def score_batch(model, batch: list[tuple], max_call: int) -> dict:
+    """Score groups of requests, one row each. Returns {index of a request: result}.
+
+    Feeds at most max_call tokens of a continuation at a time. Only a batch of one row needs more
+    than one call, so a rollback of the last call forgets the whole continuation.
+    """
+    contexts, device = [context for context, _ in batch], next(model.parameters()).device
+    n_turns = max(len(members) for _, members in batch)
+    longest = max(len(continuation) for _, members in batch for _, continuation in members)
+    model, cache, results = decodable(model), allocate_cache(model, contexts, longest, min(longest, max_call)), {}
+    tokens, lengths = pad(contexts, device)
+    first_logits = model.extend(tokens, cache, lengths)
+    for turn in range(n_turns):
+        members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
+        targets, lengths = pad([continuation for _, continuation in members], device)
+        judged = [target_log_probs(first_logits[:, None], targets[:, :1])]
+        pieces = targets[:, :-1].split(max_call, 1) if targets.shape[1] > 1 else ()
+        for tokens, wanted in zip(pieces, targets[:, 1:].split(max_call, 1)):
+            n_new = (lengths - 1).clamp(1, tokens.shape[1])
+            judged.append(target_log_probs(model.extend(tokens, cache, n_new, all_positions=True), wanted))
+        if pieces and turn + 1 < n_turns:
+            cache.rollback(n_new)
+        nats, is_greedy = (torch.cat(parts, 1) for parts in zip(*judged))
+        is_counted = torch.arange(targets.shape[1], device=device) < lengths[:, None]
+        totals, all_greedy = (nats * is_counted).sum(1).tolist(), (is_greedy | ~is_counted).all(1).tolist()
+        judged = zip(totals, all_greedy, is_greedy[:, 0].tolist())
+        results |= {i: result for (i, _), result in zip(members, judged) if i is not None}
+    return results
 
 
 def target_log_probs(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:

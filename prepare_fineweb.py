@@ -87,22 +87,22 @@ def encode(tokenizer: Tokenizer, batch: list[list]) -> list[list]:
 
 # ---- progress that survives a kill ----
 
-def check_folder(folder: Path) -> None:
-    """Raise UserError unless the folder is new, empty, or an unfinished preparation."""
+def read_progress(folder: Path) -> dict | None:
+    """Return the progress of an unfinished preparation, None for a folder without a full shard.
+
+    UserError unless the folder is new, empty, or an unfinished preparation.
+    """
     if (folder / 'meta.json').exists():
         raise UserError(f'{folder} is already complete (it has a meta.json): to prepare other data, remove it or '
                         'give another --out_dir')
+    path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if it holds nothing else'
+    progress = read_json(path, remedy) if path.exists() else {}
     files = {path.name for path in folder.iterdir()} if folder.exists() else set()
     foreign = sorted(files - {'.lock', '.progress.json.writing'})
-    if foreign and 'splits' not in (read_progress(folder) or {}):
+    if foreign and 'splits' not in progress:
         raise UserError(f'{folder} contains other files ({", ".join(foreign[:3])}): give a new or empty folder with '
                         '--out_dir')
-
-
-def read_progress(folder: Path) -> dict | None:
-    """Return progress.json of an unfinished preparation, None if there is none."""
-    path, remedy = folder / 'progress.json', f'give another --out_dir, or remove {folder} if it holds nothing else'
-    return read_json(path, remedy) if path.exists() else None
+    return progress if progress.get('splits') else None
 
 
 def save_progress(progress: dict, writer: ShardWriter) -> None:
@@ -118,9 +118,8 @@ def prepare(name: str, s: Settings) -> None:
     own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
     folder = Path(s.out_dir or BUILT / own_name)
     tokenizer, source = load_tokenizer(s.tokenizer, s.bos), Source(name, s)
-    check_folder(folder)  # before the lock file is written there
+    read_progress(folder)  # an error before the lock file is written there
     with locked(folder):
-        check_folder(folder)
         progress = unfinished(folder, {
             'source': name, **dataclasses.asdict(s), 'source_checksum': source.checksum,
             'tokenizer_checksum': tokenizer_digest(tokenizer.name)})
@@ -142,13 +141,10 @@ def prepare(name: str, s: Settings) -> None:
 
 
 def unfinished(folder: Path, arguments: dict) -> dict:
-    """Return the progress of a folder, as in its progress.json; a new one if it has no full shard.
-
-    UserError if arguments differ.
-    """
+    """Return the progress of a folder, or that of a new one. UserError if arguments differ."""
     del arguments['out_dir'], arguments['workers']
     saved = read_progress(folder)
-    if not (saved and saved['splits']):
+    if saved is None:
         return {'arguments': arguments, 'fitting_split': None, 'splits': {}, 'state': None, 'left_out': 0}
     changed = [f'{key} = {saved["arguments"].get(key)!r} (now {now!r})' for key, now in arguments.items()
                if saved['arguments'].get(key) != now]
@@ -198,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
         if name == FINEWEB:
             s = dataclasses.replace(s, **{key: value for key, value in FINEWEB_SETTINGS.items() if key not in given})
         check_ranges(s, max_tokens=(1, 10 ** 15), shard_tokens=(1, 10 ** 10), workers=(1, 1024), shuffle=(0, 10 ** 8),
-                     val_fraction=(0, 1))
+                     val_fraction=(0, 0.999))
         prepare(name, s)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import conftest
 import pytest
-from conftest import config_json, run, succeeded, trained_run
+from conftest import make_run, run, succeeded, trained_run
 
 import eval as judge
 from lm_architectures.data import Data
@@ -26,44 +26,29 @@ def tokenizer(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope='module')
-def prepared(tokenizer, tmp_path_factory):
-    pytest.importorskip('datasets')
-    folder = tmp_path_factory.mktemp('bos')
-    (folder / 'texts.jsonl').write_text(''.join(json.dumps({'text': text, 'id': text}) + '\n' for text in TEXTS))
-    return conftest.prepared(folder / 'texts.jsonl', folder / 'data', f'--tokenizer={tokenizer}', '--bos',
-                             '--val_fraction=0.3')
-
-
-@pytest.fixture(scope='module')
-def trained(prepared, tmp_path_factory):
-    return trained_run(prepared, tmp_path_factory.mktemp('run') / 'run', steps=2)
-
-
-def test_each_document_starts_with_bos_and_ends_with_eos(prepared, tokenizer):
-    d, own = Data(prepared), load_tokenizer(tokenizer, bos=True)
-    assert d.bos and d.eos_id == 0 and json.loads((prepared / 'meta.json').read_text())['bos'] is True
-    found = []
+@pytest.mark.slow
+def test_documents_and_prompts_start_with_bos(tokenizer, tmp_path):
+    """And documents end with eos."""
+    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'text': text, 'id': text}) + '\n' for text in TEXTS))
+    folder = conftest.prepared(tmp_path / 'a.jsonl', tmp_path / 'data', f'--tokenizer={tokenizer}', '--bos',
+                               '--val_fraction=0.3')
+    d, own, found = Data(folder), load_tokenizer(tokenizer, bos=True), []
+    assert d.bos and d.eos_id == 0
     for split, info in d.splits.items():
         for i in d.tokens(split, 0, info['tokens']).tolist():
             if i == own.bos_id:
                 found.append([])
             found[-1].append(i)
     assert sorted(found) == sorted([*own.start, *own.encode(text), 0] for text in TEXTS)
-
-
-def test_prompts_start_with_bos_if_the_documents_do(trained, tokenizer):
-    assert config_json(trained)['data']['bos'] is True
-    for bos, empty in ((True, [load_tokenizer(tokenizer).bos_id]), (False, [0])):
-        own, loaded = load_tokenizer(tokenizer, bos), load(trained, 'cpu')
-        loaded.tokenizer = own
-        assert loaded.encode('a text') == [*own.start, *own.encode('a text')] and bool(own.start) is bos
-        assert loaded.encode('') == empty
-    succeeded(run('sample.py', trained, 'a text', '', '--max_new_tokens=4', '--device=cpu'))
+    loaded = load(trained_run(folder, tmp_path / 'run', steps=2), 'cpu')
+    assert loaded.encode('a text') == [own.bos_id, *own.encode('a text')] and loaded.encode('') == [own.bos_id]
+    assert load_tokenizer(tokenizer).prompt('a text') == own.encode('a text')
+    assert load_tokenizer(tokenizer).prompt('') == [own.eos_id]
+    succeeded(run('sample.py', tmp_path / 'run', 'a text', '', '--max_new_tokens=4', '--device=cpu'))
 
 
 @pytest.mark.parametrize('bos', [None, False])
-def test_task_contexts_start_with_bos_unless_disabled(trained, bos, tmp_path, monkeypatch):
+def test_task_contexts_start_with_bos_unless_disabled(tokenizer, bos, tmp_path, monkeypatch):
     pytest.importorskip('lm_eval')
     from lm_architectures.score.lm_eval_adapter import RunLM
     (tmp_path / 'lambada_openai.jsonl').write_text(json.dumps({'text': 'a text of words'}) + '\n')
@@ -73,8 +58,9 @@ def test_task_contexts_start_with_bos_unless_disabled(trained, bos, tmp_path, mo
         asked.extend((list(context), list(continuation)) for context, continuation in requests)
         return [(-1.0, False, False)] * len(requests)
     monkeypatch.setattr(judge.Scorer, 'score', score)
+    make_run(tmp_path / 'run', tokenizer=tokenizer, bos=True)
     s = judge.Settings(bos=bos, data_dir=str(tmp_path), device='cpu')
-    scorer, own, _ = judge.load_scorer(trained, s)
+    scorer, own, _ = judge.load_scorer(tmp_path / 'run', s)
     judge.lambada_first_token(scorer, own, s)
     lm = RunLM(scorer, own)
     lm.loglikelihood([SimpleNamespace(args=pair) for pair in (('a text', ' of'), ('', 'words'))])

@@ -2,6 +2,7 @@
 import json
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,9 @@ def test_a_special_token_spelled_in_a_document_is_text(tokenizers, tmp_path):
     ids = document_ids(tokenizer, text).tolist()
     assert ids.index(tokenizer.eos_id) == len(ids) - 1 and tokenizer.decode(ids).decode() == text
     assert fast.token_to_id('[PAD]') not in ids
+    with ThreadPoolExecutor(4) as pool:  # threads may encode prompts and documents at the same time
+        found = pool.map(lambda i: (tokenizer.encode_plain if i % 2 else tokenizer.encode)(50 * text), range(100))
+        assert [part.count(tokenizer.eos_id) for part in found] == 50 * [50, 0]
     fast = library.Tokenizer(library.models.Unigram(  # eos is an ordinary piece
         [('<unk>', 0.0), ('</s>', 0.0), *((c, -3.0) for c in '</s>ab\u2581')], unk_id=0))
     fast.pre_tokenizer, fast.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
@@ -192,6 +196,7 @@ def test_a_million_blanks_are_encoded_in_prompts_and_documents(blank, monkeypatc
 
 # ---- in data and runs ----
 
+@pytest.mark.slow
 def test_a_copied_run_samples_without_data_and_evaluates_on_moved_data(trained, tokenizers, tmp_path, monkeypatch):
     assert (trained / 'tokenizer.json').read_bytes() == (tokenizers / 'own.json').read_bytes()
     copy, data = shutil.copytree(trained, tmp_path / 'copy'), shutil.copytree(tokenizers / 'own', tmp_path / 'moved')
@@ -213,6 +218,7 @@ def test_gpt2_files_are_copied_and_recognized(tmp_path, monkeypatch):
     assert (kept / 'vocab.bpe').read_text() == 'vocab.bpe' and tokenizer_digest(kept) == 'gpt2'
 
 
+@pytest.mark.slow
 def test_tokenizers_are_compared_by_content(trained, tokenizers, tmp_path):
     record = folders.read_run(trained)
     other = Data(tokenizers / 'other')

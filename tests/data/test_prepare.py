@@ -183,7 +183,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(streamed, fineweb, tmp
     ('a.jsonl', '{"id": 1, "text": "a"}\n', ['--text_field=body'], 'fields: id, text'),
     ('docs', None, [], 'docs could not be opened'), ('none.jsonl', None, [], 'no file matches'),
     *(('a.jsonl', '', [f'--{setting}'], setting.split('=')[0]) for setting in (
-        'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_fraction=2', 'val_hash=crc'))])
+        'max_tokens=0', 'max_tokens=1e40', 'shard_tokens=0', 'workers=-1', 'val_fraction=1', 'val_hash=crc'))])
 def test_bad_input_gives_a_clear_error_and_leaves_a_usable_folder(source, whole, tmp_path, name, content, options,
                                                                   sentence):
     if content is not None:

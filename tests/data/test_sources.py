@@ -95,18 +95,9 @@ def test_folders_patterns_and_files_are_read_alike(files):
     assert [found for _, found in source_of(folder).documents()].count(None) == 2  # records without a text
     with pytest.raises(UserError, match=r"field 'body'; fields: id, text, column_0, mixed"):
         texts(source_of(folder, text_field='body'))
-
-
-def test_training_reads_records_as_bytes(files, built):
-    """Of a file or a folder; records without text are left out."""
-    folder, kind = files
-    for path in (folder, folder / f'0.{kind}'):
-        d = data.open_data(str(path))
-        assert sum(split['documents'] for split in d.splits.values()) == len(texts(source_of(path))) and d.n_ids == 257
-    (folder / 'README.jsonl').write_text('{"body": "a"}\n')
-    with pytest.raises(UserError, match='--text_field of prepare_fineweb.py' if 'json' in kind else 'of one format'):
-        data.open_data(str(folder / 'README.jsonl' if 'json' in kind else folder))
-    (folder / 'README.jsonl').unlink()
+    for name, found in ((folder, WITH_TEXT), (folder / f'0.{kind}', texts(source_of(folder / f'0.{kind}')))):
+        d = data.open_data(name)  # as train.py reads them
+        assert sum(split['documents'] for split in d.splits.values()) == len(found) and d.n_ids == 257
 
 
 @pytest.mark.parametrize('indent', [None, 1, '\t'])
@@ -198,11 +189,6 @@ def test_training_and_preparation_read_texts_alike(is_single, tmp_path, built, c
     assert data.open_data(str(folder)).sha256 == d.sha256 and len([*built.glob('texts-*')]) == 1
     (folder / '0.txt').write_text('Another text.')  # makes it different data
     assert data.open_data(str(folder)).sha256 != d.sha256 and len([*built.glob('texts-*')]) == 2
-
-
-def test_the_tail_of_a_single_record_is_validation_data(tmp_path):
-    (tmp_path / 'a.jsonl').write_text(json.dumps({'text': '0123456789' * 5}))
-    assert byte_documents(data.open_data(tmp_path / 'a.jsonl').folder, 'val') == ['56789']
 
 
 STORIES = [f'Once there was a cat, number {i}.\nIt was <|happy|>.' for i in range(40)]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import assert_sentence, eval_lines, run, succeeded
 
-from lm_architectures.data import MissingData, generated, open_data
+from lm_architectures.data import generated, open_data
 from lm_architectures.data.__main__ import main as print_row
 from lm_architectures.data.generated import make_task
 from lm_architectures.data.tasks import a5
 from lm_architectures.data.text.tokenizers import load_tokenizer
-from lm_architectures.files import UserError
+from lm_architectures.files import MissingData, UserError
 from lm_architectures.run import models, records
 
 CHASE, STAR, GRID = ('pointer_chasing:hops=2,keys=3,values=10', 'path_star:degree=2,length=3,nodes=6',
@@ -265,10 +265,10 @@ def test_wrong_data_give_a_clear_error_and_a_dry_run_goes_on_without_data_to_com
 
 @pytest.mark.parametrize('text', ['[]', '{"edges": []}', '{"edges": [["a b", "N", 2]]}',
                                   '{"edges": [[1, "N", 2], [1, "N", 3]]}', '{"edges": [["N", "N", 2]]}'])
-def test_a_malformed_city_file_gives_a_clear_error(text, tmp_path):
+def test_a_malformed_city_file_gives_a_clear_error(text, city, tmp_path):
     (tmp_path / 'city.json').write_text(text)
     with pytest.raises(UserError, match='city.json is not a city'):
-        open_data(f'manhattan:edges={tmp_path}/city.json')
+        open_data('manhattan:edges=city.json')
 
 
 # ---- scores ----
@@ -378,20 +378,15 @@ class Guide:
         return task.end if node == goal else min(task.exits[node], key=lambda exit: self.distance[goal, exit[1]])[0]
 
 
-def test_held_out_pairs_can_be_reached_within_the_steps():
-    task = open_data('manhattan:grid=10,steps=5').task
-    distance = task.distances_to(range(len(task.nodes)))
-    assert max(distance[goal, start] for start, goal in task.held_out_pairs) == 5
-    with pytest.raises(UserError, match='no held-out pair of places up to'):
-        assert open_data('manhattan:grid=2').task.held_out_pairs
-
-
 def test_manhattan_scores_are_1_for_a_perfect_guide_and_fall_with_each_failure():
+    """Paths are at most as long as the walks in training (30 steps), here at most 9."""
     d = open_data('manhattan:grid=6,steps=30,length=64,val_rows=8,max_distance=9')
-    pairs = d.task.held_out_pairs
+    pairs, guide = d.task.held_out_pairs, Guide(d)
     assert len(pairs) == len(set(pairs)) > 5 and all(d.task.is_held_out[pair] for pair in pairs)
-    guide = Guide(d)
-    assert {guide.distance[goal, start] for start, goal in pairs} <= set(range(1, 10))
+    assert max(guide.distance[goal, start] for start, goal in pairs) == 9
+    assert max(guide.distance[goal, start] for start, goal in make_task('manhattan:grid=6,steps=5').held_out_pairs) == 5
+    with pytest.raises(UserError, match='no held-out pair of places up to'):
+        assert make_task('manhattan:grid=2').held_out_pairs
     assert d.score(guide, 'cpu', 4) == {'next_token': 1, 'valid': 1}
     lost = {goal for _, goal in pairs[:2]}
     found = d.score(Guide(d, lost), 'cpu', 4)

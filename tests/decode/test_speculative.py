@@ -1,6 +1,5 @@
 """Speculative decoding has the distribution of plain decoding, for any draft and length."""
 import copy
-import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -112,15 +111,12 @@ def distribution_of(generate_row, row, monkeypatch):
 
 def plain_distribution(model, prompt, n, **filters):
     """Return {text: probability} from full forward passes, token by token."""
-    distribution = Counter()
-    for text in itertools.product(range(model.config.n_ids), repeat=n):
-        probability = 1.0
-        for i, token in enumerate(text):
-            if probability:
-                logits = model.logits(torch.tensor([prompt + list(text[:i])]))[0, -1]
-                probability *= float(token_probs(logits, **filters)[token])
-        if probability:
-            distribution[text] = probability
+    distribution = {(): 1.0}
+    for _ in range(n):
+        texts, logits = [*distribution], model.logits(torch.tensor([[*prompt, *text] for text in distribution]))[:, -1]
+        distribution = {(*text, token): distribution[text] * p
+                        for text, probs in zip(texts, token_probs(logits, **filters).tolist())
+                        for token, p in enumerate(probs[:model.config.n_ids]) if p}
     return distribution
 
 
@@ -147,21 +143,21 @@ def test_every_text_has_the_probability_of_plain_sampling(name, drafts, n_ids, d
     with torch.inference_mode():
         got, want = distribution_of(one, row, monkeypatch), plain_distribution(model, prompts[row], n, **filters)
     assert abs(sum(got.values()) - 1) < 1e-6 and (draft_len == 1 or len(want) > 4)
-    assert all(abs(got[text] - want[text]) < 1e-6 for text in got.keys() | want.keys())
+    assert all(abs(got[text] - want.get(text, 0)) < 1e-6 for text in got.keys() | want.keys())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('draft_len', [None, 2])
 def test_sampled_texts_follow_the_distribution(draft_len, device):
-    """Chi-squared test on 200,000 texts, sampled with the real random numbers."""
+    """Chi-squared test on 50,000 texts, sampled with the real random numbers."""
     model = make('nextlat', spread=0.4, **TINY)
-    rows, n = 200_000, 4
+    rows, n = 50_000, 4
     with torch.inference_mode():
         distribution = plain_distribution(model, [1, 0], n, temperature=0.8)
     model.to(device)
     counts, options = Counter(), dict(max_new_tokens=n, temperature=0.8)
-    for seed in range(20):
-        prompts = [[1, 0]] * (rows // 20)
+    for seed in range(5):
+        prompts = [[1, 0]] * (rows // 5)
         counts.update(map(tuple, generate(model, prompts, seed=seed, **options) if draft_len is None else
                           speculative_generate(model, prompts, draft_len=draft_len, seed=seed, **options)[0]))
     assert counts.keys() <= distribution.keys()

@@ -80,7 +80,7 @@ def test_every_architecture_runs_in_transformers(tmp_path, name):
         assert headless(idx, attention_mask=mask).last_hidden_state.equal(states)
     mask[2] = 1
     for options in (dict(attention_mask=mask), dict(attention_mask=mask, num_beams=2)):
-        cached, whole = (theirs.generate(idx, max_new_tokens=16, do_sample=False, pad_token_id=256, use_cache=use_cache,
+        cached, whole = (theirs.generate(idx, max_new_tokens=8, do_sample=False, pad_token_id=256, use_cache=use_cache,
                                          **options) for use_cache in (True, False))
         assert torch.equal(cached, whole)
     targets = torch.cat([idx[:, 1:], torch.full((3, 1), -1)], 1)
@@ -301,7 +301,7 @@ EDITS = {  # of model_standard.py: text, its replacement
 
 
 @pytest.mark.parametrize('edit', EDITS)
-def test_edited_equations_are_never_exported_as_the_original(edit, tmp_path, monkeypatch):
+def test_edited_equations_are_never_exported_as_the_original(edit, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(models, 'ADDED', {})
     source, code = (ROOT / 'model_standard.py').read_text(), None
     file = tmp_path / f'model_{edit.replace(" ", "_")}.py'
@@ -311,6 +311,7 @@ def test_edited_equations_are_never_exported_as_the_original(edit, tmp_path, mon
         code, copy = 'run', tmp_path / 'run/code/attn_kernels.py'
         copy.write_text(copy.read_text().replace('.softmax(-1)', '.mul_(2).softmax(-1)'))
     export.export_run(tmp_path / 'run', tmp_path / 'hf', code=code)
+    assert ('because a narrow copy of it fails (AssertionError' in capfd.readouterr().err) == (edit == 'its width')
     model, idx = folders.load_run(tmp_path / 'run', code=code)[0], torch.arange(20)[None]
     theirs = load_exported(tmp_path / 'hf')
     assert torch.allclose(theirs(idx).logits, model.logits(idx)[..., :257], atol=1e-4)

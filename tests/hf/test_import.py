@@ -2,7 +2,6 @@
 import json
 import re
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from lm_architectures.decode.generation import generate
 from lm_architectures.files import UserError
 from lm_architectures.hf import export, families, import_model
 from lm_architectures.run import folders, records
-from lm_architectures.score.scoring import Scorer
 
 SMALL = dict(vocab_size=257, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
              num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=256, pad_token_id=None)
@@ -116,6 +114,7 @@ MLP_BIASES = {f'model.layers.{i}.mlp.{name}_proj.bias': torch.zeros(size)
     ({NAME: torch.full((16, 48), torch.nan)}, {}, 'has NaN or infinity in blocks.1.qkv.weight'),
     ({NAME: torch.zeros(48, 48)}, {}, 'mismatched keys'), ({}, {'num_hidden_layers': 3}, 'missing keys'),
     ({}, {'model_type': 'gpt2'}, "has model_type = 'gpt2': expected one of llama, mistral, qwen2, qwen3"),
+    ({}, {'model_type': ['llama']}, "has model_type = ['llama']: expected one of"),
     ({}, {'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 2.0}}, "rope_type 'yarn'"),
     ({}, {'hidden_act': 'gelu'}, "hidden_act = 'gelu'"), ({}, {'vocab_size': 200}, 'has a vocabulary of 200 rows'),
     ({}, {'model_type': 'qwen2', 'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True,
@@ -215,16 +214,11 @@ def test_every_eos_id_is_printed_ends_texts_and_is_exported(in_config, in_genera
     for name, value in (('config', in_config), ('generation_config', in_generation)):
         content = json.loads((tmp_path / f'folder/{name}.json').read_text()) | {'eos_token_id': value}
         (tmp_path / f'folder/{name}.json').write_text(json.dumps(content).replace('"END"', str(end)))
-    record = import_run(tmp_path / 'folder', tmp_path / 'run')[1]
+    import_run(tmp_path / 'folder', tmp_path / 'run')
     assert (f' ({end})' in capsys.readouterr().out) is has_end
     for options in ([], [f'--draft={tmp_path}/plain']):
         result = run('sample.py', tmp_path / 'run', 'ab', '--max_new_tokens=12', '--temperature=0', *options)
         assert f'\n{len(text)} tokens in' in '\n' + succeeded(result).stderr
-    pytest.importorskip('lm_eval')
-    from lm_architectures.score.lm_eval_adapter import RunLM
-    lm = RunLM(Scorer(model, 64), load_tokenizer('byte'), record['data'].get('ends'))
-    request = SimpleNamespace(args=('ab', {'until': [], 'max_gen_toks': 12}))
-    assert lm.generate_until([request]) == [load_tokenizer('byte').decode(text).decode(errors='replace')]
     export.export_run(tmp_path / 'run', tmp_path / 'back')
     for name in ('config', 'generation_config'):
         ends = json.loads((tmp_path / f'back/{name}.json').read_text())['eos_token_id']

@@ -4,6 +4,7 @@ import logging
 import math
 import random
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from lm_architectures.run import checkpoint, folders, records
 from lm_architectures.score.benchmarks import local_records
 from lm_architectures.score.scoring import Scorer
 
-pytest.importorskip('lm_eval')
+lm_eval = pytest.importorskip('lm_eval')
 from lm_architectures.score import lm_eval_adapter
 from lm_architectures.score.lm_eval_adapter import RunLM
 
@@ -29,6 +30,17 @@ from lm_architectures.score.lm_eval_adapter import RunLM
 def trained(tiny_data, tmp_path_factory):
     """Train model_standard without document masking, as in Llama."""
     return trained_run(tiny_data, tmp_path_factory.mktemp('runs') / 'run', 'config/standard_xs.py', '--eos_id=None')
+
+
+@pytest.fixture(autouse=True, scope='module')
+def small_index():
+    """Index only the tasks that are used here: lm-eval's whole index takes 8 s."""
+    folders = [Path(lm_eval.tasks.__file__).parent / name for name in (
+        'arc', 'glue', 'hellaswag', 'lambada', 'mmlu/default', 'piqa', 'sciq', 'siqa', 'winogrande', 'wikitext', 'c4')]
+    index = lm_eval.tasks.TaskManager(include_path=[*folders, lm_eval_adapter.OUR_TASKS], include_defaults=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_eval_adapter, 'task_manager', lambda: index)
+        yield
 
 
 @pytest.fixture(scope='module')
@@ -225,6 +237,7 @@ def test_bad_input_gives_a_clear_error(trained, benchmarks, tmp_path):
     assert_sentence(run('eval.py', trained, '--tasks=arc_easy', '--limit=0'), 'limit is 0')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('error', [OSError('no network'), ImportError('SOCKS needs a package')])
 def test_data_that_cannot_be_loaded_give_an_error_that_names_the_proxy(trained, monkeypatch, error):
     def fail(*args, **kwargs):
@@ -234,6 +247,7 @@ def test_data_that_cannot_be_loaded_give_an_error_that_names_the_proxy(trained, 
     assert_sentence(result, str(error), 'the variables *_proxy', '--data_dir')
 
 
+@pytest.mark.slow
 def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_path, capsys):
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
     with pytest.raises(UserError, match='record 2, does not have the fields of lambada_openai'):

@@ -102,7 +102,7 @@ def test_embedded_data_is_deterministic_deduplicated_and_split_by_hash(tmp_path)
 
 
 def test_concurrent_runs_build_data_once(tiny_data, tmp_path, monkeypatch):
-    """A second run waits for the lock and then reads the data built by the first."""
+    """A second run waits for the lock and then reads the data built by the first, or builds it."""
     monkeypatch.setattr(data, 'BUILT', tmp_path)
     monkeypatch.setattr(python_docs, 'documents', lambda: (pytest.fail('built twice') for _ in range(1)))
     lock = filelock.FileLock(tmp_path / '.lock')
@@ -113,6 +113,10 @@ def test_concurrent_runs_build_data_once(tiny_data, tmp_path, monkeypatch):
                 waiting.result(0.2)
             shutil.copytree(tiny_data, tmp_path / 'python_docs')
         assert waiting.result().sha256 == Data(tiny_data).sha256
+    (tmp_path / 'python_docs').rename(tmp_path / '.python_docs.writing')  # as left by a builder that was killed
+    monkeypatch.setattr(python_docs, 'documents', lambda: [('train', 'a text'), ('val', 'another')])
+    data.open_data('python_docs')
+    assert {path.name for path in tmp_path.iterdir()} == {'python_docs', '.lock'}
 
 
 # ---- damage ----
@@ -144,14 +148,6 @@ def test_verify_finds_a_flipped_bit_in_a_shard(copy):
                 Data(copy).verify()
                 raise AssertionError(f'{place} was not detected')
     Data(copy).verify()
-
-
-def test_what_killed_builders_left_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, 'BUILT', tmp_path / 'built')
-    (tmp_path / 'built/.python_docs.writing').mkdir(parents=True)
-    monkeypatch.setattr(python_docs, 'documents', lambda: [('train', 'a text'), ('val', 'another')])
-    data.open_data('python_docs')
-    assert {path.name for path in (tmp_path / 'built').iterdir()} == {'python_docs', '.lock'}
 
 
 @pytest.mark.parametrize('name, value', [('n_ids', 0), ('eos_id', 257), ('dtype', 'int8'), ('tokenizer', '../byte'),

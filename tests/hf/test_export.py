@@ -254,24 +254,6 @@ def test_exported_gpt2_and_task_tokenizers_give_the_same_ids(tmp_path, monkeypat
     assert theirs('1,2|3,4/1,2=').input_ids == load_tokenizer(name).encode('1,2|3,4/1,2=')
 
 
-FORK = '''
-import torch
-import model_standard as standard  # the whole module
-
-Config = standard.Config
-
-
-class Model(standard.Model):
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer('count', torch.tensor(3))
-        self.register_buffer('scale', torch.tensor([2.0]), persistent=False)
-
-    def _logits(self, h):
-        return super()._logits(h) * self.scale * self.count
-'''
-
-
 @pytest.mark.parametrize('tokenizer', ['byte', 'a5:length=4'])
 def test_a_qwen2_with_another_tokenizer_says_so(tokenizer, tmp_path, capsys):
     make_run(tmp_path / 'run', tokenizer=tokenizer, qkv_bias=True)
@@ -279,16 +261,7 @@ def test_a_qwen2_with_another_tokenizer_says_so(tokenizer, tmp_path, capsys):
     assert 'AutoTokenizer splits the texts of a Qwen2 with its own rules' in capsys.readouterr().out
 
 
-def test_a_fork_with_buffers_runs_in_transformers(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, 'ADDED', {})
-    (tmp_path / 'model_buffers.py').write_text(FORK)
-    model, _ = make_run(tmp_path / 'run', models.add_file(str(tmp_path / 'model_buffers.py')))
-    export.export_run(tmp_path / 'run', tmp_path / 'hf')
-    idx = torch.arange(20)[None]
-    assert torch.allclose(load_exported(tmp_path / 'hf')(idx).logits, model.logits(idx)[..., :257], atol=1e-4)
-
-
-EDITS = {  # of model_standard.py: text, its replacement
+EDITS = {  # of model_standard.py: text, its replacement, and so on
     'nothing': ('', ''), 'its loss': ("total['nll'] /", "2 * total['nll'] /"),
     'a later layer': ('h = h + self.attn_out', 'h = h * (1 + 0.1 * (self.layer == 1)) + self.attn_out'),
     'its window': ('self.reach)', '2 * self.reach)'), 'an id': ('self.embed(idx)', 'self.embed(idx.clamp(min=1))'),
@@ -297,7 +270,11 @@ EDITS = {  # of model_standard.py: text, its replacement
     'its mask': ('class Block', 'import attn_kernels\n\n\ndef make_mask(model, *args):\n    model.reach = 5\n'
                                 '    return attn_kernels.make_mask(model, *args)\n\n\nclass Block'),
     'its width': ('        self.config = config', '        self.config = config\n        assert config.n_embd == 32'),
-    'attn_kernels': None}
+    'its buffers': ('        self.config = config', "        self.config = config\n"
+                    "        self.register_buffer('count', torch.tensor(3))\n"
+                    "        self.register_buffer('scale', torch.tensor([2.0]), persistent=False)",
+                    'self.head(h)', 'self.head(h) * self.scale * self.count'),
+    'attn_kernels': ()}
 
 
 @pytest.mark.parametrize('edit', EDITS)
@@ -305,7 +282,9 @@ def test_edited_equations_are_never_exported_as_the_original(edit, tmp_path, mon
     monkeypatch.setattr(models, 'ADDED', {})
     source, code = (ROOT / 'model_standard.py').read_text(), None
     file = tmp_path / f'model_{edit.replace(" ", "_")}.py'
-    file.write_text(source.replace(*EDITS[edit] or ('', ''), 1))
+    for old, new in zip(EDITS[edit][::2], EDITS[edit][1::2]):
+        source = source.replace(old, new, 1)
+    file.write_text(source)
     make_run(tmp_path / 'run', models.add_file(str(file)), window=7)
     if edit == 'attn_kernels':
         code, copy = 'run', tmp_path / 'run/code/attn_kernels.py'

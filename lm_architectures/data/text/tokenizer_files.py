@@ -1,7 +1,7 @@
 """Tokenizers of other libraries: GPT-2's, tokenizer.json, SentencePiece."""
-import functools
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,9 +54,7 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import ByteLevel
 
-    @functools.cache  # two objects, because the library cannot switch one that a thread is using
-    def library(is_plain):
-        """Return the library's tokenizer. is_plain: special tokens in a text are read as text."""
+    def load(is_plain):  # whether special tokens in a text are read as text
         fast = Tokenizer.from_file(str(path))
         fast.no_truncation()
         fast.no_padding()
@@ -65,7 +63,7 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
         fast.encode_special_tokens = is_plain
         return fast
     try:
-        fast = library(False)
+        fast, plain = load(False), load(True)  # the library cannot switch one that a thread is using
     except Exception as error:  # the library raises plain Exceptions
         raise UserError(f'{path} is not a tokenizer.json: {error}')
     special, vocabulary = special_tokens(path), fast.get_vocab()
@@ -86,7 +84,7 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
     inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
 
     def encode(text, is_plain=False):
-        encode_batch = functools.partial(library(is_plain).encode_batch_fast, add_special_tokens=False)
+        encode_batch = partial((plain if is_plain else fast).encode_batch_fast, add_special_tokens=False)
         ids = encode_batch([text])[0].ids  # a batch of one releases Python's lock, unlike `encode`
         if is_plain and (eos in ids or bos in ids):  # a Unigram model may still match it: split it in two
             ids = [i for part in encode_batch(re.split(inside, text)) for i in part.ids]
@@ -97,7 +95,7 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
             return b''
         return added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
     return dict(n_ids=max(vocabulary.values()) + 1, eos_id=eos, bos_id=bos, encode=encode,
-                encode_plain=functools.partial(encode, is_plain=True), token_bytes=token_bytes, to_text=fast.decode)
+                encode_plain=partial(encode, is_plain=True), token_bytes=token_bytes, to_text=fast.decode)
 
 
 def sentence_piece(path: Path) -> dict:

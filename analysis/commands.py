@@ -9,14 +9,12 @@
 
 --y=accuracy: another logged value instead of the loss, or a score of eval.py, such as
 --y='piqa acc_norm'. A+B: the mean of both. Writes NAME.csv and NAME.png (`final` also NAME.md), by
-default beside the first run. Intervals are 95% by Student's t.
+default beside the first run. Intervals are 95% by Student's t. See a command's --help.
 """
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -26,9 +24,7 @@ from analysis import figures
 from analysis import runs as tables
 from lm_architectures.data.generated import SOLVED
 from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once
-from lm_architectures.run.models import add_file
 from lm_architectures.score.scoring import perplexity
-from lm_architectures.settings import load_settings
 
 AXES = {'tokens': 'training tokens', 'gpu_hours': 'training time, GPU-hours', 'minutes': 'training time, minutes',
         'flops': 'training FLOPs'}
@@ -38,11 +34,17 @@ SHARES = 'accuracy', 'solved', 'valid', 'next_token'  # scores of tasks from 0 t
 
 
 @dataclass
-class Settings(figures.Settings):
-    y: tuple[str, ...] = ('val',)  # logged values or, for final, scores of eval.py; A+B: a mean; curves: A,B or NAME*
-    minus: str | None = None  # curves, final: label whose runs are subtracted from all others, seed by seed
-    x: str | None = None  # final: a setting, or `parameters`, on the x axis
-    paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # final: add the scores and rows of this paper's table
+class Curves(figures.Settings):
+    y: tuple[str, ...] = ('val',)  # logged values: A,B, or NAME* for all that start alike; A+B: their mean
+    minus: str | None = None  # label whose runs are subtracted from all others, seed by seed
+
+
+@dataclass
+class Final(figures.Settings):
+    y: str = 'val'  # a logged value or a score of eval.py; A+B: their mean
+    minus: str | None = None  # label whose runs are subtracted from all others, seed by seed
+    x: str | None = None  # a setting, or `parameters`, on the x axis
+    paper: Literal['sps', 'nextlat', 'gpn'] | None = None  # add the scores and rows of this paper's table
 
 
 # ---- over training ----
@@ -59,7 +61,7 @@ def crossing(points: pd.DataFrame, first: pd.DataFrame, axis: str) -> float | No
     return below[axis].iloc[0] if len(below) else None
 
 
-def points_of(runs: pd.DataFrame, s: Settings) -> pd.DataFrame:
+def points_of(runs: pd.DataFrame, s: Curves) -> pd.DataFrame:
     """Return the `curve` of s.y for each label. If there are several values, labels name them."""
     log, values, parts = tables.read_logs(runs), {}, []
     for name in s.y:
@@ -77,8 +79,9 @@ def points_of(runs: pd.DataFrame, s: Settings) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def curves(runs: pd.DataFrame, s: Settings) -> dict:
+def curves(runs: pd.DataFrame, s: Curves) -> dict:
     """Draw s.y over tokens, time and FLOPs. Prints its end, and where it stays below the first."""
+    runs = tables.labeled(runs, s.labels)
     points = points_of(runs, s)
     if points.empty:
         raise UserError(f'no curve of {", ".join(s.y)} to draw for {"; ".join(runs.label.unique())}')
@@ -96,7 +99,7 @@ def curves(runs: pd.DataFrame, s: Settings) -> dict:
         places = [(AXES[axis], crossing(own, first, axis)) for axis in axes_of]
         print(f'{label} is below the first curve ' + ', '.join(
             f'never over {what}' if x is None else f'from {tables.short_number(x)} {what} on' for what, x in places))
-    figure, panels = figures.new_figure(title(s), len(axes_of), (5.5, 5))
+    figure, panels = figures.new_figure(title(', '.join(s.y), s.minus), len(axes_of), (5.5, 5))
     for axes, axis in zip(panels, axes_of):
         figures.draw(axes, points, axis, band=('lowest', 'highest'))
         set_axes(axes, points, AXES[axis])
@@ -104,10 +107,9 @@ def curves(runs: pd.DataFrame, s: Settings) -> dict:
     return {'.csv': points, '.png': figure}
 
 
-def title(s: Settings) -> str:
+def title(y: str, minus: str | None) -> str:
     """Return what a figure shows."""
-    what = 'validation loss, nats per token' if s.y == ('val',) else ', '.join(s.y)
-    return what + (f', minus {s.minus}' if s.minus else '')
+    return ('validation loss, nats per token' if y == 'val' else y) + (f', minus {minus}' if minus else '')
 
 
 def set_axes(axes, points: pd.DataFrame, xlabel: str) -> None:
@@ -132,29 +134,34 @@ def constant_rate(runs: pd.DataFrame) -> pd.DataFrame:
     """
     parts, starts = [], [-1]
     for max_tokens, own in runs.groupby('max_tokens'):  # ascending
-        run = own.iloc[0]
-        if run.schedule == 'cosine':
-            raise UserError(f'{run.folder} has schedule = cosine, without a constant learning rate: expected wsd or '
-                            'constant')
         log = tables.read_logs(own if parts else tables.finished(own))
         points = tables.curve(log[log.lr >= log.learning_rate * (1 - 1e-9)])  # neither warm-up nor decay
         parts.append(points[points.tokens > starts[-1]])
+        run = own.iloc[0]
         if parts[0].empty:
             raise UserError(f'{run.folder}: no evaluation between warm-up and decay')
         starts.append(int(max_tokens * (1 - run.decay_fraction)) if run.schedule == 'wsd' else max_tokens)
     return pd.concat(parts).assign(last=parts[0].tokens.iloc[-1], budget=starts[1])
 
 
-def match(runs: pd.DataFrame, s: Settings) -> dict:
+def has_constant_rate(run) -> None:
+    if run.schedule == 'cosine':
+        raise UserError(f'{run.folder} has schedule = cosine, without a constant learning rate: expected wsd or '
+                        'constant')
+
+
+def match(runs: pd.DataFrame, s: figures.Settings) -> dict:
     """Return when each model reaches the baseline's last loss, and the other way round.
 
     Both are compared at the constant learning rate. The baseline is the first label, and its last
     loss is the last one before the shortest run's decay.
     """
+    runs = tables.passing(runs, has_constant_rate)
+    runs = tables.labeled(runs, s.labels, LENGTH | of_size(runs))
     rows, drawn, baseline = [], {}, runs.label.iloc[0]
-    for size, of_size in runs.groupby(sizes(runs.parameters)):
+    for size, own in runs.groupby(sizes(runs.parameters)):
         size, found = tables.short_number(size), {
-            label: constant_rate(own) for label, own in of_size.groupby('label', sort=False)}
+            label: constant_rate(of_label) for label, of_label in own.groupby('label', sort=False)}
         if baseline not in found or len(found) < 2:
             warn_once(f'left out: the runs of {size} parameters are {"; ".join(found)}: expected {baseline}, the '
                       'baseline, and others')
@@ -211,14 +218,13 @@ def with_values(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     runs, names = tables.finished(runs), name.split('+')
     if name == 'val':
         return runs.assign(y=runs.loss)
+    values = {folder: tables.last_values(folder) for folder in runs.folder}
 
-    def last(run):
-        values = tables.last_values(run.folder)
-        if missing := {*names} - {*values}:
+    def check(run):
+        if missing := {*names} - {*values[run.folder]}:
             raise UserError(f'{run.folder} has no {min(missing)!r}: expected a logged value or a score of eval.py')
-        return run.Index, float(np.mean([values[key] for key in names]))
-    found = pd.Series(dict(tables.usable(runs.itertuples(), last)))
-    return runs.loc[found.index].assign(y=found)
+    runs = tables.passing(runs, check)
+    return runs.assign(y=[float(np.mean([values[folder][key] for key in names])) for folder in runs.folder])
 
 
 def table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -243,16 +249,20 @@ def formatted(rows: pd.DataFrame, what: str = 'loss') -> str:
     return figures.markdown(shown)
 
 
-def final(runs: pd.DataFrame, s: Settings) -> dict:
+def final(runs: pd.DataFrame, s: Final) -> dict:
     """Compare the last values of s.y, in a table or over the setting s.x."""
-    if len(s.y) > 1:
-        raise UserError(f'y is {",".join(s.y)}: expected one value, or A+B for a mean')
-    runs = with_values(runs, s.y[0])
-    if s.x:
-        return over(runs, s)
-    if s.minus:  # the first label is subtracted
-        runs = runs.sort_values('label', key=lambda labels: labels != s.minus, kind='stable')
-    rows, what = table(runs), 'loss' if s.y == ('val',) else s.y[0]
+    if s.x and s.x not in runs:
+        raise UserError(f'x is {s.x!r}: expected a setting of these runs, such as learning_rate, or parameters')
+    ignored = {s.x} - {None} | (of_size(runs) if s.x == 'parameters' else set())
+    runs = with_values(tables.labeled(runs, s.labels, ignored), s.y)
+    return over(runs, s) if s.x else side_by_side(runs, s)
+
+
+def side_by_side(runs: pd.DataFrame, s: Final) -> dict:
+    """Compare the values of the column y, in a table. s.minus is the first label."""
+    if s.minus:
+        runs = pd.concat([tables.baseline(runs, s.minus), runs[runs.label != s.minus]])
+    rows, what = table(runs), 'loss' if s.y == 'val' else s.y
     text, written = formatted(rows, what), {'.csv': rows}
     if s.paper:
         written['_paper.csv'] = beside = beside_paper(runs, s.paper)
@@ -269,19 +279,20 @@ def final(runs: pd.DataFrame, s: Settings) -> dict:
     return written | {'.md': f'{text}\n', '.png': figure}
 
 
-def over(runs: pd.DataFrame, s: Settings) -> dict:
-    """Draw final values over s.x, a line for each label. s.minus is subtracted seed by seed."""
-    values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x].where(runs[s.x].notna(), math.inf)
-    is_ordered = values.map(lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)).all()
-    text, unlimited = (tables.short_number, 'all') if is_ordered else (str, 'none')
-    runs = runs.assign(place=values.astype(float) if is_ordered else pd.factorize(values.map(str))[0],
-                       **{s.x: values.map(text).where(values != math.inf, unlimited)})
+def over(runs: pd.DataFrame, s: Final) -> dict:
+    """Draw the values of the column y over s.x. s.minus is subtracted seed by seed."""
+    values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x]
+    is_ordered = values.dropna().map(type).isin((int, float)).all()
+    text, absent = (tables.short_number, 'all') if is_ordered else (str, 'none')
+    place = values.astype(float).fillna(math.inf) if is_ordered else pd.factorize(values.map(str))[0]
+    runs = runs.assign(place=place, **{s.x: values.map(text, na_action='ignore').fillna(absent)})
     if s.minus:
         runs = tables.relative(runs, 'y', s.minus, 'place')
-    points = pd.concat((tables.averaged(own.sort_values('place'), ['label', 'place', s.x], 'y')
-                        for _, own in runs.groupby('label', sort=False)), ignore_index=True)
+    order = {label: i for i, label in enumerate(runs.label.unique())}
+    points = tables.averaged(runs.sort_values('place'), ['label', 'place', s.x], 'y')
+    points = points.sort_values('label', key=lambda labels: labels.map(order), kind='stable', ignore_index=True)
     figures.show(points, 'label', s.x, 'mean', 'lowest', 'highest', 'seeds')
-    figure, (axes,) = figures.new_figure('Final ' + title(s))
+    figure, (axes,) = figures.new_figure('Final ' + title(s.y, s.minus))
     axes.xaxis.update_units([*dict.fromkeys(points.sort_values('place')[s.x])])  # this order for all lines
     style_of = figures.styles(points.label)
     alone = points.groupby('label').place.transform('size') == 1  # no sweep: a horizontal line
@@ -339,29 +350,16 @@ def decimals(texts: pd.Series) -> int:
 
 # ---- the command line ----
 
-COMMANDS = {'curves': curves, 'final': final, 'match': match}
-UNUSED = {'curves': ('x', 'paper'), 'final': (), 'match': ('y', 'minus', 'x', 'paper')}  # settings of other commands
+COMMANDS = {'curves': (Curves, curves), 'final': (Final, final), 'match': (figures.Settings, match)}
 
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors(argv):
-        s, positional, _ = load_settings(Settings, [*(sys.argv[1:] if argv is None else argv)] or ['--help'])
-        name, *folders = positional or ['']
-        if name not in COMMANDS or not folders:
+        argv = sys.argv[1:] if argv is None else argv
+        name = next((arg for arg in argv if arg in COMMANDS), None)
+        if name:
+            figures.script(*COMMANDS[name], f'analysis {name}')([arg for arg in argv if arg != name])
+        elif {*argv} <= {'-h', '--help'}:
+            print(__doc__)
+        else:
             raise UserError(f'expected python -m analysis {"|".join(COMMANDS)} RUN RUN ..., see its --help')
-        for setting in UNUSED[name]:
-            if getattr(s, setting) != getattr(Settings, setting):
-                raise UserError(f'{name} does not use {setting}: leave out --{setting}')
-        if s.model:
-            add_file(s.model)
-        runs, ignored = tables.read_runs(folders, s.code), set()
-        if s.x and s.x not in runs:
-            raise UserError(f'x is {s.x!r}: expected a setting of these runs, such as learning_rate, or parameters')
-        if name == 'match':
-            ignored = LENGTH | of_size(runs)
-        elif s.x:
-            ignored = {s.x} | (of_size(runs) if s.x == 'parameters' else set())
-        runs = tables.labeled(runs, s.labels, ignored)
-        if s.minus and s.minus not in {*runs.label}:
-            raise UserError(f'minus is {s.minus!r}: expected one of {"; ".join(runs.label.unique())}')
-        figures.write(s.out or Path(os.path.abspath(folders[0])).parent / name, COMMANDS[name](runs, s))

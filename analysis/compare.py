@@ -27,7 +27,7 @@ from typing import Literal
 import pandas as pd
 
 from analysis import commands, figures
-from analysis.runs import read_runs
+from analysis.runs import last_evaluation, read_runs
 from bench import one_line, where_and_when
 from lm_architectures import train
 from lm_architectures.data import open_data
@@ -67,7 +67,7 @@ def loss_of(folder: Path) -> float | None:
         return inf
     if not (folder / 'config.json').exists():
         return None
-    *_, last = [{}, *(line for line in read_log(folder) if 'val' in line)]
+    last = last_evaluation(read_log(folder))
     return last['val'] if last.get('tokens', 0) >= read_run(folder)['settings']['max_tokens'] else None
 
 
@@ -159,14 +159,19 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> pd.DataFrame:
                          for name, found in losses.items() for rate, loss in sorted(found.items())])
 
 
-def train_seeds(methods: dict[str, Method], s: Settings) -> dict[str, list[Path]]:
-    """Train seeds 1, 2, ... at each method's rate. Returns {name: runs}."""
-    runs = {name: dict(method.run(seed) for seed in range(1, s.seeds + 1)) for name, method in methods.items()}
-    train_all({folder: args for of_method in runs.values() for folder, args in of_method.items()}, s.jobs)
-    for folder in [folder for of_method in runs.values() for folder in of_method if loss_of(folder) == inf]:
+def train_seeds(methods: dict[str, Method], s: Settings) -> pd.DataFrame:
+    """Train seeds 1, 2, ... at each method's rate. Returns the table of runs, labeled by name."""
+    cells, label_of = {}, {}
+    for name, method in methods.items():
+        of_method = dict(method.run(seed) for seed in range(1, s.seeds + 1))
+        cells |= of_method
+        label_of |= {str(folder): name for folder in of_method}
+    train_all(cells, s.jobs)
+    for folder in [folder for folder in cells if loss_of(folder) == inf]:
         raise UserError(f'{folder} diverged, at the best learning rate of seed 0: '
                         + (folder / DIVERGED).read_text().strip())
-    return {name: [*of_method] for name, of_method in runs.items()}
+    runs = read_runs([*label_of])
+    return runs.assign(label=runs.folder.map(label_of))
 
 
 def at_equal_cost(methods: dict[str, Method], s: Settings) -> dict[str, Method]:
@@ -175,11 +180,10 @@ def at_equal_cost(methods: dict[str, Method], s: Settings) -> dict[str, Method]:
         return methods
     if s.equal == 'flops':
         cost = {name: read_runs([method.run(0)[0]]).flops_per_token[0] for name, method in methods.items()}
+        for name in [name for name, flops in cost.items() if flops is None]:
+            raise UserError(f'{name} has no FLOPs: its model needs flops_per_token (docs/own_model.md)')
     else:  # seconds a token, of the fastest seed
-        runs = train_seeds(methods, s)
-        cost = {name: 1 / read_runs(folders).tokens_per_s.max() for name, folders in runs.items()}
-    for name in [name for name, one in cost.items() if pd.isna(one)]:
-        raise UserError(f'{name} has no FLOPs: its model needs flops_per_token (docs/own_model.md)')
+        cost = 1 / train_seeds(methods, s).groupby('label').tokens_per_s.max()
     first, own = next((name, method.settings) for name, method in methods.items())
     budget = own.n_steps * own.tokens_per_step * cost[first]  # whole steps, as trained
     return {name: method if name == first else method.with_tokens(budget / cost[name], s.equal)
@@ -217,10 +221,8 @@ def main(argv: list[str] | None = None) -> None:
         figures.write(out / 'rates', {'.csv': set_best_rates(methods, s.jobs)})
         if s.rates_only:
             return
-        trained = train_seeds(at_equal_cost(methods, s), s)
-        label_of = {str(folder): name for name, folders in trained.items() for folder in folders}
-        runs = read_runs([*label_of])
-        written = commands.final(runs.assign(label=runs.folder.map(label_of)), commands.Settings())
+        runs = commands.with_values(train_seeds(at_equal_cost(methods, s), s), 'val')
+        written = commands.side_by_side(runs, commands.Final())
         about = f'{one_line(where_and_when())}. {s.jobs} runs at a time with one thread each.\n\n'
         figures.write(out / 'compare', written | {'.md': about + written['.md']})
 

@@ -3,6 +3,7 @@ import inspect
 import io
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from analysis.runs import labeled, named, read_runs, usable
+from analysis.runs import read_runs, usable
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import ROOT, UserError, friendly_errors, warn_once, write_file
 from lm_architectures.machine.devices import Device, pick_device, pick_dtype
@@ -42,55 +43,49 @@ class ModelSettings(Settings):
     device: Device = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
 
 
-def script(Settings: type, one_by_one: bool = False) -> Callable:
-    """Turn a function (runs, settings) into the `main` of a script: a decorator.
+def script(Settings: type, analyze: Callable, command: str | None = None) -> Callable:
+    """Return the `main` of an analysis, which reads the runs of its command line.
 
-    runs: the table of the runs on its command line. The script writes what the function returns,
-    {ending: content} as in `write`, to files named --out or, beside the first run, like the script.
-    one_by_one: each run has its own label, even if it differs from others only in the seed.
+    analyze(table of runs, settings): returns {ending: content} as in `write`, for files named --out
+    or, beside the first run, like the command. command: None for the module of `analyze`.
     """
-    def decorator(analyze):
-        def main(argv: list[str] | None = None) -> None:
-            with friendly_errors(argv):
-                s, folders, _ = load_settings(Settings, argv)
-                file = Path(inspect.getfile(analyze))
-                if not folders:
-                    module = '.'.join(file.relative_to(ROOT).with_suffix('').parts)
-                    raise UserError(f'which runs? python -m {module} RUN RUN ... --out=NAME')
-                if s.model:
-                    add_file(s.model)
-                runs = (named if one_by_one else labeled)(read_runs(folders, s.code), s.labels)
-                write(s.out or Path(os.path.abspath(folders[0])).parent / file.stem, analyze(runs, s))
-        return main
-    return decorator
+    command = command or '.'.join(Path(inspect.getfile(analyze)).relative_to(ROOT).with_suffix('').parts)
+
+    def main(argv: list[str] | None = None) -> None:
+        with friendly_errors(argv):
+            s, folders, _ = load_settings(Settings, argv)
+            if not folders:
+                raise UserError(f'which runs? python -m {command} RUN RUN ... --out=NAME')
+            if s.model:
+                add_file(s.model)
+            beside = Path(os.path.abspath(folders[0])).parent / re.split('[. ]', command)[-1]
+            write(s.out or beside, analyze(read_runs(folders, s.code), s))
+    return main
 
 
 # ---- models of runs ----
 
-def load(folder: str, s: ModelSettings) -> tuple:
-    """Load a run on s.device: (model, data, record). s.data overrides the run's data."""
+def load(folder: str, s: ModelSettings, *methods: str) -> tuple:
+    """Load a run on s.device: (model, data, record). s.data overrides the run's data.
+
+    methods: what the analysis needs of the model. UserError if one is missing.
+    """
     model, record = load_run(folder, pick_device(s.device), code=s.code)
+    if missing := [name for name in methods if not hasattr(model, name)]:
+        raise UserError(f'{folder} cannot be analyzed: model_{record["model"]} has no {missing[0]} (needed: '
+                        f'{", ".join(methods)})')
     return model, run_data(record, s.data, folder), record
 
 
-def measured(runs: pd.DataFrame, measure: Callable) -> pd.DataFrame:
-    """Return the rows of measure(folder) of each run, after the run's label and folder.
+def measured(runs: pd.DataFrame, measure: Callable, *args) -> pd.DataFrame:
+    """Return the rows of measure(folder, *args) of each run, after the run's label and folder.
 
     Runs for which it raises UserError are left out and named.
     """
-    def rows_of(run):
-        rows = pd.DataFrame(measure(run.folder), dtype=object)
-        rows.insert(0, 'run', run.folder)
-        rows.insert(0, 'label', run.label)
-        return rows
-    return pd.concat(usable(runs.itertuples(), rows_of), ignore_index=True).infer_objects()
-
-
-def require(model, folder: str, *methods: str) -> None:
-    """Raise UserError unless the model of a run has these methods."""
-    if missing := [name for name in methods if not hasattr(model, name)]:
-        name = type(model).__module__.rpartition('.')[2]
-        raise UserError(f'{folder} cannot be analyzed: {name} has no {missing[0]} (needed: {", ".join(methods)})')
+    found = dict(usable(runs.itertuples(), lambda run: (
+        (run.label, run.folder), pd.DataFrame(measure(run.folder, *args), dtype=object))))
+    rows = pd.concat(found, names=['label', 'run', None]).reset_index(['label', 'run'])
+    return rows.reset_index(drop=True).infer_objects()
 
 
 def val_windows(data, T: int, n_tokens: int, batch_size: int, device) -> Iterator[tuple]:
@@ -204,6 +199,17 @@ def draw(axes, rows: pd.DataFrame, x: str, y: str = 'mean', band: tuple = (), st
         if band:
             axes.fill_between(own[x], *(own[end].astype(float) for end in band), alpha=0.2, color=look['color'],
                               linewidth=0)
+
+
+def line_figure(title: str, rows: pd.DataFrame, x: str, lines: dict[str, dict], legend: str,
+                style_of: dict | None = None, **labels) -> tuple:
+    """Return (figure, its axes) with columns over column x. lines: {column: its style}."""
+    figure, (axes,) = new_figure(title)
+    for y, style in lines.items():
+        draw(axes, rows, x, y, style_of=style_of, **style)
+    axes.set(**labels)
+    add_legend(figure, legend)
+    return figure, axes
 
 
 def add_legend(figure, title: str, place: str = 'right center', ncols: int = 1) -> None:

@@ -55,6 +55,11 @@ def usable(items, function: Callable) -> list:
     return found
 
 
+def passing(runs: pd.DataFrame, check: Callable) -> pd.DataFrame:
+    """Return the runs for which check(run) raises no UserError, and name the others."""
+    return runs.loc[usable(runs.itertuples(), lambda run: check(run) or run.Index)]
+
+
 def read_runs(folders, code: str | None = None) -> pd.DataFrame:
     """Return a row for each run: its settings and MEASURED. Runs that cannot be read are left out.
 
@@ -92,11 +97,11 @@ def run_row(folder: str, code: str | None = None) -> dict:
         flops = model.flops_per_token(settings.block_size)
     with suppress(Exception):  # it has no cache
         state = model.new_cache(1, settings.block_size).nbytes
-    steps, last = log_table(log), next((line for line in reversed(log) if is_number(line.get('val'))), {})
-    tokens, device = last.get('tokens', 0), record['versions'].get('device')
+    steps, last, device = log_table(log), last_evaluation(log), record['versions'].get('device')
+    tokens = last.get('tokens', 0)
     return {
         **values, **dataclasses.asdict(settings),
-        'seed': record['settings'].get('seed', folder),  # see `imported`
+        'seed': record['settings'].get('seed', folder),  # an imported model's is unknown: see `finished`
         'edit': edit(folder), 'folder': folder, 'parameters': model and count_parameters(model),
         'flops_per_token': flops, 'state_bytes': state,
         'memory_cells': getattr(model, 'memory_cells', None), 'tokens': tokens, 'flops': flops and flops * tokens,
@@ -108,6 +113,11 @@ def run_row(folder: str, code: str | None = None) -> dict:
         'sha256': record['data']['sha256']}
 
 
+def last_evaluation(log: list[dict]) -> dict:
+    """Return the last line of a log that has a validation loss, or {}."""
+    return next((line for line in reversed(log) if 'val' in line), {})
+
+
 def edit(folder: str) -> str:
     """Return a digest of the run's copy of its model's code, without attn_kernels.py."""
     files = sorted(Path(folder).glob(f'{STORED}/model_*.py'))
@@ -117,21 +127,13 @@ def edit(folder: str) -> str:
 def finished(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs without those whose training is unfinished, and name these.
 
-    Imported models, which were not trained here, count as finished.
+    Imported models, which were not trained here, count as finished. Their folder is their seed.
     """
-    unfinished = runs.loss.isna() & ~imported(runs)
-    for run in runs[unfinished].itertuples():
-        line = (f'{run.folder} was last evaluated at {run.tokens:,} of {run.max_tokens:,} tokens: finish training it '
-                'with ' + command('train.py', f'--out_dir={run.folder}', '--resume'))
-        if unfinished.all():
-            raise UserError(line)
-        warn_once(f'left out: {line}')
-    return runs[~unfinished]
-
-
-def imported(runs: pd.DataFrame) -> pd.Series:
-    """Return True for imported models. Their seed is unknown: the column has the folder."""
-    return runs.seed == runs.folder
+    def check(run):
+        if np.isnan(run.loss) and run.seed != run.folder:
+            raise UserError(f'{run.folder} was last evaluated at {run.tokens:,} of {run.max_tokens:,} tokens: finish '
+                            'training it with ' + command('train.py', f'--out_dir={run.folder}', '--resume'))
+    return passing(runs, check)
 
 
 # ---- labels ----
@@ -145,34 +147,38 @@ def named(runs: pd.DataFrame, labels: str | None = None) -> pd.DataFrame:
 
 
 def label(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.Series:
-    """Return each run's label: the model, then as few settings as tell the groups of runs apart.
-
-    A model's settings are compared among the runs of that model, training settings among all runs.
-    """
-    text = runs[[name for name in runs if name not in IGNORED | {*ignored}]].map(repr)  # lists have no hash
-    absent = (text == 'nan').sum()
-    training = [name for name in text if name in TRAINING and text[name].nunique() > 1]
-    differs = text.groupby(runs.model).transform('nunique') > 1
-    text = text.where(differs.assign(**dict.fromkeys(training, True)), '').assign(model=runs.model)
-    if imported(runs).any():
-        text['folder'] = runs.folder.where(imported(runs), '')
-    names, n_groups = [], 1
-    # settings of one model first, then of several models, then of training
-    order = sorted(text.columns.drop('model'), key=lambda name: (name in TRAINING, -absent.get(name, 0)))
-    for name in ['model', *order]:
+    """Return each run's label: the model, then as few settings as tell the groups of runs apart."""
+    text, names, n_groups = differences(runs, ignored), [], 1
+    for name in text:
         if (n := text.groupby([*names, name]).ngroups) > n_groups:
             names, n_groups = [*names, name], n
     names = names or ['model']
     groups = text.groupby(names, sort=False).ngroup()
     if labels is not None:
         return groups.map(dict(enumerate(given_labels(labels, runs.folder[~groups.duplicated()]))))
-    for name in [name for name in order if name not in names and (text[name] != '').any()]:
+    for name in text.columns.drop(['model', *names], errors='ignore'):
         print(f'also different: {name} is ' + ', '.join(runs[name][text[name] != ''].map(str).unique()))
     found = pd.Series([printable(', '.join(setting_label(name, runs[name][i]) for name in names if text[name][i]))
                        for i in runs.index], runs.index)
     if found.nunique() < n_groups:  # different values may look the same when shortened
         found += ', ' + runs.folder.groupby(groups).transform('first')
     return found
+
+
+def differences(runs: pd.DataFrame, ignored=()) -> pd.DataFrame:
+    """Return the model and the settings that differ, as texts: '' for runs that agree on it.
+
+    A model's settings are compared among the runs of that model, training settings among all runs.
+    The model is first, then settings of one model, of several models, and of training.
+    """
+    text = runs[[name for name in runs if name not in IGNORED | {*ignored}]].map(repr)  # lists have no hash
+    n_absent = (text == 'nan').sum()  # in runs of other models
+    differs = text.groupby(runs.model).transform('nunique') > 1
+    for name in TRAINING & {*text}:
+        differs[name] = text[name].nunique() > 1
+    text = text.where(differs, '').assign(model=runs.model, folder=runs.folder.where(runs.seed == runs.folder, ''))
+    order = sorted(text, key=lambda name: (name != 'model', name in TRAINING, -n_absent.get(name, 0)))
+    return text[[name for name in order if (text[name] != '').any()]]
 
 
 def given_labels(labels: str, folders) -> list[str]:
@@ -219,9 +225,16 @@ def by_seed(runs: pd.DataFrame, value: str = 'loss') -> pd.DataFrame:
     return runs.pivot(index='seed', columns='label', values=value)[[*dict.fromkeys(runs.label)]]
 
 
+def baseline(rows: pd.DataFrame, label: str) -> pd.DataFrame:
+    """Return the rows of a label that others are compared with. UserError if there are none."""
+    if label not in {*rows.label}:
+        raise UserError(f'minus is {label!r}: expected one of {"; ".join(rows.label.unique())}')
+    return rows[rows.label == label]
+
+
 def relative(rows: pd.DataFrame, value: str, minus: str, at: str) -> pd.DataFrame:
     """Subtract a value of the label `minus`, of the same seed and at the same `at`."""
-    first = rows[rows.label == minus].set_index(['seed', at])[value].rename('first')
+    first = baseline(rows, minus).set_index(['seed', at])[value].rename('first')
     rows = rows.join(first, on=['seed', at], how='inner')
     return rows.assign(**{value: rows[value] - rows['first']})
 

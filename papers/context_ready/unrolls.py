@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 
 from analysis import figures
+from analysis.runs import named
 from lm_architectures.score.scoring import perplexity
 
 DEPTHS = (1, 2, 3, 5, 10)
@@ -71,8 +72,7 @@ def contraction(moves):
 
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return the row of a run in the table."""
-    model, data, record = figures.load(folder, s)
-    figures.require(model, folder, 'prepare', 'iterates', 'correct', 'stream', 'nll')
+    model, data, record = figures.load(folder, s, 'prepare', 'iterates', 'correct', 'stream', 'nll')
     c, T, counts, found = model.config, record['settings']['block_size'], [], []
     for idx, targets in figures.val_windows(data, T, s.tokens, s.batch_size, model.head.weight.device):
         if c.eos_id is not None:
@@ -98,26 +98,22 @@ def costs(model):
             'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
-def plot(rows: pd.DataFrame):
-    figure, (axes,) = figures.new_figure('Context-Ready: perplexity by parallel unrolls')
-    for i, row in rows.iterrows():
-        points = [(k, row[f'K={k}']) for k in DEPTHS if row[f'K={k}'] != '']
-        axes.plot(*zip(*points), marker='o', markersize=5, label=row.label, color=f'C{i}')
-        axes.axhline(row.sequential, color=f'C{i}', linestyle=':', linewidth=1)
-    axes.set(xlabel='parallel unrolls K', ylabel='validation perplexity', xscale='log', yscale='log', xticks=DEPTHS,
-             xticklabels=DEPTHS)
-    axes.xaxis.minorticks_off()
-    figures.add_legend(figure, 'Line: K unrolls\nDotted: sequential')
-    return figure
-
-
-@figures.script(Settings, one_by_one=True)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = figures.measured(runs, lambda folder: measure(folder, s))
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+    rows = figures.measured(named(runs, s.labels), measure, s)
     found = rows.drop(columns='label')
     figures.show(found)
-    return {'.csv': found, '.png': plot(rows)}
+    points = rows.rename(columns={f'K={k}': k for k in DEPTHS}).melt('label', DEPTHS, 'K').replace('', np.nan)
+    figure, axes = figures.line_figure(
+        'Context-Ready: perplexity by parallel unrolls', points, 'K', {'value': {'markersize': 5}},
+        'Line: K unrolls\nDotted: sequential', xlabel='parallel unrolls K', ylabel='validation perplexity',
+        xscale='log', yscale='log', xticks=DEPTHS, xticklabels=DEPTHS)
+    axes.xaxis.minorticks_off()
+    for row, style in zip(rows.itertuples(), figures.styles(rows.label).values()):
+        axes.axhline(row.sequential, color=style['color'], linestyle=':', linewidth=1)
+    return {'.csv': found, '.png': figure}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
+from analysis.runs import named
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError
 
@@ -55,22 +56,21 @@ def unroll(model, idx, without=None, carried=False, heads_off=()):
     return torch.stack(states, 1), torch.stack(decays, 1) if decays else u.new_zeros(B, T, 0)
 
 
-def geometry(x):
-    """Return the geometry of states x (N, C), section 7.1.
+# What is measured is a list of (part, name, value), or (part, name, {x: value}) for a curve.
 
-    Returns {name: number}, sorted standard deviations (C,), cumulative variance of the principal
-    components (C,), and correlations of all pairs of dimensions (C (C - 1),).
-    """
+def geometry(x) -> list[tuple]:
+    """Return the geometry of states x (N, C), section 7.1."""
     x = x.double()
     mean, norms = x.mean(0), x.norm(dim=-1)
     deviation, covariance = x.std(0), torch.cov(x.T, correction=0)
     variance, components = torch.linalg.eigh(covariance)
     variance = variance.flip(0).clamp(min=0)
-    share = variance.cumsum(0) / variance.sum()
+    share = variance.cumsum(0) / variance.sum()  # of the variance, by the first principal components
     first_centered, first = components[:, -1], torch.linalg.eigh(covariance + torch.outer(mean, mean))[1][:, -1]
     correlation = torch.corrcoef(x.T).nan_to_num()  # nan: a dimension that does not change
-    correlation = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)]
-    off = correlation.abs()
+    correlation = correlation[~torch.eye(len(variance), dtype=torch.bool, device=x.device)]  # of all pairs, twice
+    counts, edges = torch.histogram(correlation.cpu(), 100, range=(-1, 1))
+    centers = [round(float(x), 2) for x in (edges[1:] + edges[:-1]) / 2]
     numbers = {
         'magnitude': norms.mean(),
         'magnitude deviation': norms.std(),
@@ -81,13 +81,16 @@ def geometry(x):
         'deviation min': deviation.min(),
         'deviation max': deviation.max(),
         'dead dimensions': (deviation < 1e-3 * deviation.median()).sum(),
-        'correlation mean': off.mean(),
-        'correlation max': off.max(),
+        'correlation mean': correlation.abs().mean(),
+        'correlation max': correlation.abs().max(),
         'components 90%': (share < 0.9).sum() + 1,
         'components 99%': (share < 0.99).sum() + 1,
         'stable rank': variance.sum() / variance[0],
         'participation ratio': variance.sum() ** 2 / variance.square().sum()}
-    return {name: float(v) for name, v in numbers.items()}, deviation.sort().values, share, correlation
+    return [*(('geometry', name, value) for name, value in numbers.items()),
+            ('deviation', 'sorted', dict(enumerate(deviation.sort().values))),
+            ('variance', 'share', dict(enumerate(share, 1))),
+            ('correlation', 'share of pairs', dict(zip(centers, counts / len(correlation))))]
 
 
 def cosines(states, lags):
@@ -133,28 +136,8 @@ def evaluate(model, batches, **edits):
     return torch.cat(nats), float(torch.stack(lengths).mean())
 
 
-def numbers(part, values):
-    """Return CSV rows of {name: number}."""
-    return [(part, name, '', value if isinstance(value, int) else float(value)) for name, value in values.items()]
-
-
-def curve(part, name, xs, values):
-    """Return CSV rows of a value at each x."""
-    return [(part, name, x, float(value)) for x, value in zip(xs, values)]
-
-
-def geometry_rows(states):
-    """Return CSV rows of the `geometry` of states (B, T, C)."""
-    values, deviation, share, correlation = geometry(states.flatten(0, 1))
-    counts, edges = torch.histogram(correlation.cpu(), 100, range=(-1, 1))
-    centers = [round(float(x), 2) for x in (edges[1:] + edges[:-1]) / 2]
-    return [*numbers('geometry', values), *curve('deviation', 'sorted', range(len(deviation)), deviation),
-            *curve('variance', 'share', range(1, len(share) + 1), share),
-            *curve('correlation', 'share of pairs', centers, counts / len(correlation))]
-
-
-def direction_rows(model, means, unigram, show):
-    """Return CSV rows on the mean state. means (N, C): one per batch; others as in `measure`."""
+def direction(model, means, unigram, show) -> list[tuple]:
+    """Measure the mean state. means (N, C): one for each batch; others as in `measure`."""
     from scipy.stats import spearmanr
     n_ids, mean = model.config.n_ids, means.mean(0)
 
@@ -162,58 +145,60 @@ def direction_rows(model, means, unigram, show):
         return [show(i) for i in logits[:n_ids].topk(min(10, n_ids)).indices.tolist()]
     decoded = F.linear(model.norm(mean), model.decode.weight)  # without the decoder's bias, which is compared to it
     logits, embedding = model.head(decoded), model.embed.weight[:n_ids].mean(0)
-    tokens = top_tokens(logits)
+    tokens, part = top_tokens(logits), 'mean direction'
+    found = [(part, 'tokens', dict(enumerate(tokens)))]
+    if model.config.decoder_bias:
+        found.append(('decoder bias', 'tokens', dict(enumerate(top_tokens(model.head(model.decode.bias))))))
+    found += [(part, 'rank correlation with the unigram', spearmanr(logits[:n_ids].cpu(), unigram[:n_ids].cpu())[0]),
+              (part, 'tokens shared with the mean embedding', len({*tokens} & {*top_tokens(model.head(embedding))})),
+              (part, 'cosine with the mean embedding', F.cosine_similarity(decoded, embedding, 0))]
     directions = F.normalize(means, dim=-1)
     pairs = (directions @ directions.T)[~torch.eye(len(means), dtype=torch.bool, device=mean.device)]
-    values = {'rank correlation with the unigram': spearmanr(logits[:n_ids].cpu(), unigram[:n_ids].cpu()).statistic,
-              'tokens shared with the mean embedding': len({*tokens} & {*top_tokens(model.head(embedding))}),
-              'cosine with the mean embedding': F.cosine_similarity(decoded, embedding, 0)}
     if len(pairs):
-        values |= {'cosine between batches': pairs.mean(),
-                   'cosine between batches deviation': pairs.std(correction=0)}
-    rows = [('mean direction', 'tokens', i, token) for i, token in enumerate(tokens)]
+        found += [(part, 'cosine between batches', pairs.mean()),
+                  (part, 'cosine between batches deviation', pairs.std(correction=0))]
     if model.config.decoder_bias:
-        of_bias = top_tokens(model.head(model.decode.bias))
-        rows += [('decoder bias', 'tokens', i, token) for i, token in enumerate(of_bias)]
-        values['tokens shared with the decoder bias'] = len({*tokens} & {*of_bias})
-    return rows + numbers('mean direction', values)
+        found.append((part, 'tokens shared with the decoder bias', len({*tokens} & {*found[1][2].values()})))
+    return found
 
 
 @torch.no_grad()
-def measure(model, batches, unigram, show):
-    """Return all measurements as rows (part, name, x, value).
+def measure(model, batches, unigram, show) -> pd.DataFrame:
+    """Return all measurements as rows (part, name, x, value); x is '' for a single number.
 
     unigram (V,): counts of training tokens; show(id): text of a token.
     """
     unrolled = [unroll(model, idx) for idx, _ in batches]
     states, log_decay = (torch.cat(x) for x in zip(*unrolled))
     mean, T = states.mean((0, 1)), states.shape[1]
-    rows = geometry_rows(states)
-    rows += direction_rows(model, torch.stack([s.mean((0, 1)) for s, _ in unrolled]), unigram, show)
+    found = geometry(states.flatten(0, 1))
+    found += direction(model, torch.stack([s.mean((0, 1)) for s, _ in unrolled]), unigram, show)
     running = states.cumsum(1) / torch.arange(1, T + 1, device=states.device).unsqueeze(-1)
     near = F.cosine_similarity(running, mean, dim=-1).mean(0)
     lengths = [t for t in (1, 3, 10, 30, 100, 300, 1000, T) if t <= T]
-    rows += curve('running mean', 'cosine with the mean', lengths, [near[t - 1] for t in lengths])
+    found.append(('running mean', 'cosine with the mean', {t: near[t - 1] for t in lengths}))
     lags = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, T // 2) if 0 < k < T})
-    for name, values in zip(('raw', 'centered'), cosines(states, lags)):
-        rows += curve('cosine', name, lags, values)
+    found += [('cosine', name, dict(zip(lags, values)))
+              for name, values in zip(('raw', 'centered'), cosines(states, lags))]
 
-    direction = F.normalize(mean, dim=0)
-    tests = {'unchanged': {}, 'no mean direction in the decoded state': dict(without=direction),
-             'no mean direction in the recurrent state': dict(without=direction, carried=True)}
+    mean_direction = F.normalize(mean, dim=0)
+    tests = {'unchanged': {}, 'no mean direction in the decoded state': dict(without=mean_direction),
+             'no mean direction in the recurrent state': dict(without=mean_direction, carried=True)}
     if log_decay.shape[-1]:
-        retained = {f'head {h}': own for h, own in enumerate(retention(log_decay, lags))}
-        lives = {head: lifetime(own, lags) for head, own in retained.items()}
-        rows += sum((curve('retention', head, lags, own) for head, own in retained.items()), [])
-        rows += numbers('lifetime', lives)
-        for pool, heads in zip(('fast', 'slow'), pools([*lives.values()])):
-            rows.append(('pool', f'{pool} heads', '', str(heads)))
+        retained = retention(log_decay, lags)
+        lives = [lifetime(own, lags) for own in retained]
+        found += [('retention', f'head {h}', dict(zip(lags, own))) for h, own in enumerate(retained)]
+        found += [('lifetime', f'head {h}', life) for h, life in enumerate(lives)]
+        for pool, heads in zip(('fast', 'slow'), pools(lives)):
+            found.append(('pool', f'{pool} heads', str(heads)))
             if heads:
                 tests[f'{pool} heads {heads} off'] = dict(heads_off=heads)
     for name, edits in tests.items():
         nats, length = evaluate(model, batches, **edits)
-        rows += [*numbers('perplexity', {name: nats.mean().exp()}), ('magnitude', name, '', length)]
-    return rows
+        found += [('perplexity', name, nats.mean().exp()), ('magnitude', name, length)]
+    rows = [(part, name, x, value if isinstance(value, (int, str)) else float(value)) for part, name, values in found
+            for x, value in (values if isinstance(values, dict) else {'': values}).items()]
+    return pd.DataFrame(rows, columns=['part', 'name', 'x', 'value'], dtype=object)
 
 
 PANELS = {  # part of the rows: (title, label of x, label of y, scale of x)
@@ -242,10 +227,11 @@ def plot(rows: pd.DataFrame, name='a GPN'):
     return figure
 
 
-def rows_of(folder: str, s: Settings) -> pd.DataFrame:
-    """Return the rows of `measure` for a run."""
-    model, data, record = figures.load(folder, s)
-    figures.require(model, folder, 'ground_input', 'first_state', 'step')
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+    if len(runs) > 1:
+        raise UserError(f'expected one run, got {len(runs)}')
+    folder = runs.folder[0]
+    model, data, record = figures.load(folder, s, 'ground_input', 'first_state', 'step')
     if model.config.eos_id is not None:
         raise UserError(f'{folder} starts each document with an empty state: expected a run with '
                         '--mask_documents=False')
@@ -260,17 +246,11 @@ def rows_of(folder: str, s: Settings) -> pd.DataFrame:
     unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
     tokenizer = load_tokenizer(record['data']['tokenizer'])
     rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'))
-    return pd.DataFrame(rows, columns=['part', 'name', 'x', 'value'], dtype=object)
-
-
-@figures.script(Settings, one_by_one=True)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
-    if len(runs) > 1:
-        raise UserError(f'expected one run, got {len(runs)}')
-    rows = rows_of(runs.folder[0], s)
     figures.show(rows[(rows.x == '') | (rows['name'] == 'tokens')])  # curves: see the figure
-    return {'.csv': rows, '.png': plot(rows, runs.label[0])}
+    return {'.csv': rows, '.png': plot(rows, named(runs, s.labels).label[0])}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

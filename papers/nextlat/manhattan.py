@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 
 from analysis import figures
+from analysis.runs import named
 from lm_architectures.decode.generation import allocate_cache, decodable, generate, pad
 from lm_architectures.files import UserError
 from lm_architectures.score.scoring import target_log_probs
@@ -174,12 +175,13 @@ def measure(folder: str, s: Settings) -> list[dict]:
              'rank': effective_rank(states), 'pairs': len(pairs)}]
 
 
-@figures.script(Settings, one_by_one=True)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = figures.measured(runs, lambda folder: measure(folder, s)).drop(columns='label')
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+    rows = figures.measured(named(runs, s.labels), measure, s).drop(columns='label')
     figures.show(rows)
     return {'.csv': rows}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

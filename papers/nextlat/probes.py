@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import averaged, finished
+from analysis.runs import averaged, finished, labeled
 from lm_architectures import train
 from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError
@@ -117,22 +117,18 @@ def table(measured: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(difference=rows['mean'] - rows.offset.map(first))
 
 
-def plot(rows: pd.DataFrame):
-    figure, (axes,) = figures.new_figure('Linear probes of later tokens')
-    figures.draw(axes, rows, 'offset', 'difference', marker='o')
-    axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
-    axes.set(xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows.label[0]}, nats')
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    figures.add_legend(figure, 'Mean over seeds')
-    return figure
-
-
-@figures.script(Settings)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = table(figures.measured(finished(runs), lambda folder: measure(folder, s)))
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+    rows = table(figures.measured(finished(labeled(runs, s.labels)), measure, s))
     figures.show(rows[rows.offset.isin((1, s.offsets))], 'label', 'offset', 'mean', 'difference')
-    return {'.csv': rows, '.png': plot(rows)}
+    figure, axes = figures.line_figure(
+        'Linear probes of later tokens', rows, 'offset', {'difference': {'marker': 'o'}}, 'Mean over seeds',
+        xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows.label[0]}, nats')
+    axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return {'.csv': rows, '.png': figure}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

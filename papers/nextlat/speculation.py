@@ -27,6 +27,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import figures
+from analysis.runs import named
 from lm_architectures.decode.generation import generate
 from lm_architectures.decode.speculation import DraftLen, longest_draft, speculative_generate
 from lm_architectures.files import UserError
@@ -80,27 +81,26 @@ def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int
 
 def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
     """Return a row {'draft_len', 'speedup', 'accepted', 'tokens_per_s', ...} per draft length."""
-    sides = list(dict.fromkeys(('plain', *draft_lengths(s.draft_lens, model, draft))))
+    lengths = dict.fromkeys(draft_lengths(s.draft_lens, model, draft))
     batches = [prompts[start:start + s.batch_size] for start in range(0, len(prompts), s.batch_size)]
 
-    def decode(side, batch, n_new, seed):
-        """Return (seconds, `rounds` or None for 'plain')."""
-        start, rounds = time.perf_counter(), None
-        if side == 'plain':
-            generate(model, batch, n_new, temperature=s.temperature, seed=seed)
+    def decode(n, batch, n_new, seed):
+        """Return (seconds, rounds) with drafts of length n; None: plain decoding."""
+        start, rounds, options = time.perf_counter(), [], dict(temperature=s.temperature, seed=seed)
+        if n is None:
+            generate(model, batch, n_new, **options)
         else:
-            _, rounds = speculative_generate(model, batch, n_new, draft=draft, draft_len=side,
-                                             temperature=s.temperature, seed=seed)
+            _, rounds = speculative_generate(model, batch, n_new, draft=draft, draft_len=n, **options)
         return time.perf_counter() - start, rounds
-    for side in sides:
-        decode(side, batches[0], min(32, s.new_tokens), 0)  # warm-up
-    own = [{side: decode(side, batch, s.new_tokens, seed) for side in sides}
+    for n in (None, *lengths):
+        decode(n, batches[0], min(32, s.new_tokens), 0)  # warm-up
+    own = [{n: decode(n, batch, s.new_tokens, seed) for n in (None, *lengths)}
            for seed, batch in list(enumerate(batches))[rank()::world()]]
     measured = [batch for share in all_gather(own) for batch in share]
-    plain, rows = [batch['plain'][0] for batch in measured], []
-    for n in sides[1:]:
+    plain, rows = [batch[None][0] for batch in measured], []
+    for n in lengths:
         seconds, rounds = zip(*(batch[n] for batch in measured))
-        rounds = [pair for own_rounds in rounds for pair in own_rounds]
+        rounds = sum(rounds, [])
         tried = Counter(i for drafted, accepted in rounds for i in range(min(drafted, accepted + 1)))
         accepted = Counter(i for _, accepted in rounds for i in range(accepted))
         shares = accumulate((accepted[i] / n_tried for i, n_tried in sorted(tried.items())), operator.mul)
@@ -110,6 +110,14 @@ def compare_lengths(model, draft, prompts, s: Settings) -> list[dict]:
             'tokens_per_s': len(prompts) * s.new_tokens / sum(seconds),
             **{f'cumulative_{i}': share for i, share in enumerate(shares, 1)}})
     return rows
+
+
+def measure(folder: str, device, dtype, s: Settings) -> list[dict]:
+    """Return the rows of `compare_lengths` of a run, for each data folder."""
+    model, record = load_run(folder, device, dtype, s.code)
+    draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
+    return [{'data': data} | row for data in s.data or [record['settings']['data']]
+            for row in compare_lengths(model, draft, read_prompts(record, data, s), s)]
 
 
 # ---- results ----
@@ -145,25 +153,17 @@ def plot(rows: pd.DataFrame):
     return figure
 
 
-def measure(folder: str, device, dtype, s: Settings) -> list[dict]:
-    """Return the rows of `compare_lengths` of a run, for each data folder."""
-    model, record = load_run(folder, device, dtype, s.code)
-    draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
-    return [{'data': data} | row for data in s.data or [record['settings']['data']]
-            for row in compare_lengths(model, draft, read_prompts(record, data, s), s)]
-
-
-@figures.script(Settings, one_by_one=True)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
     init_distributed('gloo')
     device = local_device(s.device)
-    dtype = decoding_dtype(s.dtype, device.type)
-    rows = figures.measured(runs, lambda folder: measure(folder, device, dtype, s))
+    rows = figures.measured(named(runs, s.labels), measure, device, decoding_dtype(s.dtype, device.type), s)
     if rank() > 0:
         return {}
     figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')
     return {'.csv': rows, '.md': figures.markdown(summary(rows)) + '\n', '.png': plot(rows)}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from analysis import figures
-from analysis.runs import finished
+from analysis.runs import finished, labeled
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import DType
 from lm_architectures.machine.terminal import make_progress
@@ -200,27 +200,26 @@ def log_trend(ratios) -> list:
 
 
 def plot(rows: pd.DataFrame):
-    figure, (axes,) = figures.new_figure('Gradient of later losses at a position')
     style_of = {f'{label}, {stream}': style | {'linestyle': line}
                 for label, style in figures.styles(rows.label).items() for stream, line in zip(STREAMS, ('-', ':'))}
     shown = rows.assign(label=rows.label + ', ' + rows.stream).dropna(subset='smoothed')
-    figures.draw(axes, shown, 'k', 'ratio', style_of=style_of, marker=None, linewidth=1.5)
-    figures.draw(axes, shown, 'k', 'smoothed', style_of=style_of, marker=None, alpha=0.4, linewidth=0.8, label=None)
-    axes.set(xlabel='distance k from the position to the loss, tokens', yscale='log',
-             ylabel='gradient norm / gradient norm at k = 0')
-    figures.add_legend(figure, 'Faint: smoothed\nx: input stream\nrho: prediction stream')
-    return figure
+    return figures.line_figure(
+        'Gradient of later losses at a position', shown, 'k',
+        {'ratio': dict(marker=None, linewidth=1.5),
+         'smoothed': dict(marker=None, alpha=0.4, linewidth=0.8, label=None)},
+        'Faint: smoothed\nx: input stream\nrho: prediction stream', style_of, yscale='log',
+        xlabel='distance k from the position to the loss, tokens', ylabel='gradient norm / gradient norm at k = 0')[0]
 
 
-@figures.script(Settings)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+    runs = finished(labeled(runs, s.labels))
     block = min(s.block_size, runs.block_size.min())
     s = replace(s, block_size=block, max_k=s.max_k or block // 2)
     print(f'the first {block} tokens of each document, k up to {s.max_k}, positions from {block // 16} on')
     if block < shortest_document(s) - 1:
         raise UserError(f'block_size is {block}, too short for {s.positions} positions from {block // 16} on and '
                         f'max_k = {s.max_k} after them. Lower max_k or positions')
-    rows = figures.measured(finished(runs), lambda folder: measure(folder, s))
+    rows = figures.measured(runs, measure, s)
     rows = rows.groupby(['label', 'stream', 'k'], sort=False).agg(
         ratio=('ratio', 'mean'), runs=('run', 'size'), documents=('documents', 'first')).reset_index()
     rows['smoothed'] = rows.groupby(['label', 'stream']).ratio.transform(log_trend)
@@ -228,6 +227,8 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     figures.show(rows[rows.k.isin((1, 4, 16, 64, 256, s.max_k))], 'label', 'stream', 'k', 'ratio')
     return {'.csv': rows, '.png': plot(rows)}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 
 from analysis import figures
-from analysis.runs import finished
+from analysis.runs import finished, labeled
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import DType
 from lm_architectures.machine.terminal import make_progress
@@ -84,24 +84,14 @@ def measure(folder: str, s: Settings) -> dict:
     return {'position': range(1, len(nll) + 1), 'nll': nll, 'restricted_nll': cut, 'documents': len(documents)}
 
 
-def plot(rows: pd.DataFrame):
-    title = f'Loss with only the last {rows.omega[0]} positions of the persistent state'
-    figure, (axes,) = figures.new_figure(title)
-    figures.draw(axes, rows, 'position', 'extra_nll', marker=None, alpha=0.3, linewidth=0.8, label=None)
-    figures.draw(axes, rows, 'position', 'smoothed', marker=None, linewidth=2)
-    axes.set(xlabel='position in the document, tokens', xlim=(0, None), ylabel='extra loss, nats per token')
-    figures.add_legend(figure, 'Thin: each position\nThick: smoothed')
-    return figure
-
-
-@figures.script(Settings)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+    runs = finished(labeled(runs, s.labels))
     block = min(s.block_size, runs.block_size.min())
     print(f'the first {block} tokens of each document')
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     s = replace(s, block_size=block)
-    rows = figures.measured(finished(runs), lambda folder: measure(folder, s))
+    rows = figures.measured(runs, measure, s)
     rows = rows[rows.position > s.omega + 1].groupby(['label', 'position'], sort=False).agg(
         nll=('nll', 'mean'), restricted_nll=('restricted_nll', 'mean'), runs=('run', 'size'),
         documents=('documents', 'first')).reset_index()
@@ -113,8 +103,15 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     for name in ('extra nll, mean', 'last'):
         summary[f'first / {name}'] = (summary[name].iloc[0] / summary[name]).where(summary[name] != 0)
     figures.show(summary.reset_index())
-    return {'.csv': rows, '.png': plot(rows)}
+    figure, _ = figures.line_figure(
+        f'Loss with only the last {s.omega} positions of the persistent state', rows, 'position',
+        {'extra_nll': dict(marker=None, alpha=0.3, linewidth=0.8, label=None),
+         'smoothed': dict(marker=None, linewidth=2)}, 'Thin: each position\nThick: smoothed',
+        xlabel='position in the document, tokens', xlim=(0, None), ylabel='extra loss, nats per token')
+    return {'.csv': rows, '.png': figure}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -17,7 +17,7 @@ from statistics import mean
 import pandas as pd
 
 from analysis import figures
-from analysis.runs import finished
+from analysis.runs import finished, labeled
 from lm_architectures.files import UserError
 from lm_architectures.settings import check_ranges
 
@@ -45,9 +45,8 @@ def equivalence_test(a: Sequence[float], b: Sequence[float], margin: float) -> d
     return worse | {'gap': mean(a) - mean(b)}
 
 
-@figures.script(Settings)
-def main(runs: pd.DataFrame, s: Settings) -> dict:
-    losses = {label: [*own.loss] for label, own in finished(runs).groupby('label', sort=False)}
+def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+    losses = {label: [*own.loss] for label, own in finished(labeled(runs, s.labels)).groupby('label', sort=False)}
     losses, rows = {label: values for label, values in losses.items() if len({*values}) > 1}, []
     alike = s.alike.split(';') if s.alike else []
     for label in [label for label in (s.better, *alike) if label not in (None, *losses)]:
@@ -65,6 +64,8 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     figures.show(rows)
     return {'.csv': pd.DataFrame(rows)}
 
+
+main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

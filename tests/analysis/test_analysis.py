@@ -217,7 +217,7 @@ def test_gpu_hours_are_wall_time_times_gpus(tmp_path):
     assert curve(read_logs(on_gpus)).gpu_hours[2] == pytest.approx((2 + 4) / 2 * 2 / 60)
     write_run(tmp_path / 'cpu', [4.0, 3.0, 2.0], 'sps', versions={'device': 'cpu', 'processes': 8})
     for folders, axes in (([2, 4], ['tokens', 'GPU-hours', 'FLOPs']), ([2, 'cpu'], ['tokens', 'minutes', 'FLOPs'])):
-        figure = commands.curves(table(*(tmp_path / str(name) for name in folders)), commands.Settings())['.png']
+        figure = commands.curves(read_runs([tmp_path / str(name) for name in folders]), commands.Curves())['.png']
         assert [panel.get_xlabel().split()[-1] for panel in figure.axes] == axes
 
 
@@ -287,7 +287,11 @@ def test_constant_runs_count_to_the_end_and_cosine_gives_a_clear_error(tmp_path)
     assert [*commands.constant_rate(table(constant))['mean']] == [2.0, 1.0]
     half = length_run(tmp_path / 'half', 'standard', [3.0, 2.0], 200)
     assert_sentence(run('-m', 'analysis.__main__', 'match', half), 'was last evaluated at 100 of 200 tokens')
-    cosine = length_run(tmp_path / 'cosine', 'standard', [3.0, 2.0], 2000, schedule='cosine')
+    cosine = length_run(tmp_path / 'cosine', 'delayed_state', [3.0, 2.0], 200, schedule='cosine')
+    sps = length_run(tmp_path / 'sps', 'sps', [3.0, 2.5, 2.0], 200, schedule='constant')
+    rows, found = analyzed(tmp_path, 'match', cosine, constant, sps)
+    assert 'left out: ' in found.stderr and 'without a constant learning rate' in found.stderr
+    assert [*rows['loss_of']] == ['sps', 'standard']
     assert_sentence(run('-m', 'analysis.__main__', 'match', cosine), 'without a constant learning rate')
 
 
@@ -326,7 +330,7 @@ def test_final_losses_are_compared_seed_by_seed(tmp_path):
     assert 'left out' in found.stderr and 'half was last evaluated at 0 of 100 tokens' in found.stderr
     rows, _ = analyzed(tmp_path, 'final', *runs, '--minus=sps')  # the other way round
     assert [*rows.label] == ['sps', 'standard'] and rows.minus_mean[1] == pytest.approx(-gap.minus_mean)
-    assert_sentence(run('-m', 'analysis.__main__', 'curves', *runs, '--x=learning_rate'), 'curves does not use x')
+    assert_sentence(run('-m', 'analysis.__main__', 'curves', *runs, '--x=learning_rate'), "unknown setting 'x'")
     assert_sentence(run('-m', 'analysis.__main__', '--out=x'), 'expected python -m analysis curves|final|match')
 
 

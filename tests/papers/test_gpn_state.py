@@ -13,13 +13,14 @@ from papers.gpn import state
 def test_geometry_of_known_states():
     torch.manual_seed(0)
     x = torch.randn(4000, 6) * torch.tensor([1.0, 1, 1, 1, 2, 0]) + torch.tensor([3.0, 0, 0, 4, 0, 0])
-    numbers, deviation, share, correlation = state.geometry(x)
+    numbers = {name: value for _, name, value in state.geometry(x)}
+    deviation, share, pairs = (numbers.pop(name) for name in ('sorted', 'share', 'share of pairs'))
     assert numbers['mean magnitude'] == pytest.approx(5, abs=0.1) and numbers['dead dimensions'] == 1
     assert numbers['stable rank'] == pytest.approx(2, rel=0.1)  # (4 + 4) / 4
     assert numbers['participation ratio'] == pytest.approx(8 ** 2 / (4 + 16), rel=0.1)
-    assert (numbers['components 90%'], numbers['components 99%']) == (5, 5) and share[-1] == pytest.approx(1)
-    assert numbers['correlation mean'] < 0.05 and deviation.tolist() == sorted(deviation.tolist())
-    assert len(correlation) == 6 * 5 and correlation.abs().mean() == pytest.approx(numbers['correlation mean'])
+    assert (numbers['components 90%'], numbers['components 99%']) == (5, 5) and share[6] == pytest.approx(1)
+    assert numbers['correlation mean'] < 0.05 and [*deviation.values()] == sorted(deviation.values())
+    assert sum(pairs.values()) == pytest.approx(1) and sum(pairs[x] for x in pairs if abs(x) > 0.1) == 0
     # the mean, along (3, 4), has the largest mean square; the fifth dimension the largest variance
     assert numbers['cosine of the mean with the first component'] > 0.99
     assert numbers['cosine of the mean with the first component of centered states'] < 0.1
@@ -55,18 +56,19 @@ def test_all_measures_of_a_small_model(values):
     assert torch.allclose(states, model.states(idx))
     batches = [(idx, idx.roll(-1, 1)), (idx.flip(0), idx.flip(0).roll(-1, 1))]
     rows = state.measure(model, batches, torch.arange(64), str)
-    parts = {part for part, *_ in rows}
-    assert ('lifetime' in parts) == bool(model.config.n_head)
-    assert ('decoder bias' in parts) == model.config.decoder_bias
+    found = {part: dict(zip(own['name'] + own.x.map(str), own.value)) for part, own in rows.groupby('part')}
+    assert ('lifetime' in found) == bool(model.config.n_head)
+    assert ('decoder bias' in found) == model.config.decoder_bias
     T = idx.shape[1]
-    both, near = torch.cat([states, model.states(idx.flip(0))]), {row[2]: row[3] for row in rows if 'running' in row[0]}
-    assert near[T] == pytest.approx(float(torch.cosine_similarity(both.mean(1), both.mean((0, 1)), dim=-1).mean()))
-    assert all(x < T for part, _, x, _ in rows if part in ('cosine', 'retention'))
-    assert sum(value for part, *_, value in rows if part == 'correlation') == pytest.approx(1)
-    ppl = {name: v for part, name, _, v in rows if part == 'perplexity'}
+    both = torch.cat([states, model.states(idx.flip(0))])
+    assert found['running mean'][f'cosine with the mean{T}'] == pytest.approx(
+        float(torch.cosine_similarity(both.mean(1), both.mean((0, 1)), dim=-1).mean()))
+    assert (rows[rows.part.isin(('cosine', 'retention'))].x < T).all()
+    assert sum(found['correlation'].values()) == pytest.approx(1)
+    ppl = found['perplexity']
     assert ppl['unchanged'] == pytest.approx(math.exp(sum(model(*batch)['nll'].item() for batch in batches) / 2))
     assert len(set(ppl.values())) == len(ppl)
-    plotted = state.plot(pd.DataFrame(rows, columns=['part', 'name', 'x', 'value'], dtype=object))
+    plotted = state.plot(rows)
     axes = {ax.get_ylabel() or ax.get_xlabel(): ax for ax in plotted.axes}
     assert [bar.get_width() for bar in axes['validation perplexity'].patches] == [*ppl.values()]
     assert len(axes['cosine of states k apart'].lines) == 2
@@ -76,12 +78,13 @@ def test_the_mean_direction_is_decoded_without_the_decoders_bias():
     model, idx = make(decoder_bias=True, eos_id=None)
     torch.nn.init.normal_(model.decode.bias, std=100)
     batches = [(idx, idx.roll(-1, 1))]
-    rows = state.measure(model, batches, torch.arange(64), str)
-    biased = [row for row in rows if row[0] == 'mean direction']
-    assert 0 <= biased.pop()[3] < 10  # a random bias predicts other tokens than the mean
+    def mean_direction():
+        rows = state.measure(model, batches, torch.arange(64), str)
+        return [*rows[rows.part == 'mean direction'].value]
+    *biased, shared = mean_direction()
+    assert 0 <= shared < 10  # a random bias predicts other tokens than the mean
     torch.nn.init.zeros_(model.decode.bias)
-    again = state.measure(model, batches, torch.arange(64), str)
-    assert biased == [row for row in again if row[0] == 'mean direction'][:-1]
+    assert biased == mean_direction()[:-1]
 
 
 def test_heads_that_are_off_are_not_read():

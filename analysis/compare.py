@@ -28,7 +28,7 @@ import pandas as pd
 
 from analysis import commands, figures
 from analysis.runs import last_evaluation, read_runs
-from bench import one_line, where_and_when
+from bench.reporting import where_and_when
 from lm_architectures import train
 from lm_architectures.data import open_data
 from lm_architectures.files import ROOT, UserError, friendly_errors, write_file
@@ -223,7 +223,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         runs = commands.with_values(train_seeds(at_equal_cost(methods, s), s), 'val')
         written = commands.side_by_side(runs, commands.Final())
-        about = f'{one_line(where_and_when())}. {s.jobs} runs at a time with one thread each.\n\n'
+        about = '{device}; {date}; commit {commit}; {versions}. '.format(**where_and_when())
+        about += f'{s.jobs} runs at a time with one thread each.\n\n'
         figures.write(out / 'compare', written | {'.md': about + written['.md']})
 
 

@@ -19,15 +19,15 @@ side. Peak memory is measured in a process per side, without what that held befo
 """
 import itertools
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
 
-import bench
-from bench import GPU, alternate, isolated, measure, memory_of
+from bench import reporting
+from bench.timing import GPU, alternate, isolated, memory_of
 from lm_architectures import train
 from lm_architectures.data import open_data
 from lm_architectures.decode.generation import generate
@@ -43,7 +43,7 @@ TOY = '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--micro_ba
 
 
 @dataclass
-class Settings(bench.Settings):
+class Settings(reporting.Settings):
     prompt: int = 256  # decode: prompt tokens of each sequence
     new: int = 64  # decode: new tokens of each sequence
     batch: int = 1  # decode: sequences
@@ -62,7 +62,7 @@ class Llama(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.config = model.config
+        self.config, self.flops_per_token = model.config, model.flops_per_token
         self.llama = to_family(model.config, model.state_dict(), model.config.vocab_size)
 
     def forward(self, idx, targets):
@@ -72,8 +72,16 @@ class Llama(torch.nn.Module):
 
 # ---- a side ----
 
+@dataclass
+class Side:
+    facts: dict  # columns of its row
+    run: Callable  # what is timed
+    n_tokens: int  # of a call
+    seconds_at_peak: float | None = None  # of a call, at the peak FLOP/s of the machine; None: unknown
+
+
 def make_model(text: str, toy: bool) -> tuple:
-    """Return (model, settings of train.py, machine, FLOPs per token or None) of a side."""
+    """Return (model, settings of train.py, machine) of a side."""
     arguments = shlex.split(text)
     is_hf = arguments[0] == 'hf'
     s, given, _ = run_settings.read_settings(train.Settings, [*arguments[is_hf:], *(TOY if toy else ())])
@@ -91,13 +99,12 @@ def make_model(text: str, toy: bool) -> tuple:
     if is_hf and (s.model != 'standard' or model.config.window is not None or model.config.qkv_bias
                   or model.config.qk_norm):
         raise UserError('hf is a Llama: expected model = standard without window, qkv_bias and qk_norm')
-    flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-    return Llama(model).to(machine.device) if is_hf else model, s, machine, flops
+    return Llama(model).to(machine.device) if is_hf else model, s, machine
 
 
-def training(text: str, s: Settings) -> tuple:
-    """Return (facts, function to time, its tokens, its seconds at the peak FLOP/s or None)."""
-    model, s, machine, flops = make_model(text, s.toy)
+def training(text: str, s: Settings) -> Side:
+    """Make a side that trains for a step."""
+    model, s, machine = make_model(text, s.toy)
     c, steps, skips = model.config, itertools.count(), torch.zeros(3, device=machine.device)
     idx, targets = torch.randint(0, c.n_ids, (2, s.batch_size, s.block_size))
     if c.eos_id is not None:
@@ -109,13 +116,15 @@ def training(text: str, s: Settings) -> tuple:
         return train.train_step(model, compiled, optimizer, data, s, next(steps), machine, skips)['loss']
     facts = {'parameters': count_parameters(model), 'dtype': str(machine.dtype)[6:], 'T': s.block_size,
              'batch': s.batch_size, 'loss': round(step().item(), 4)}
-    peak = machine.peak_flops()
-    return facts, step, idx.numel(), idx.numel() * flops / peak if flops and peak else None
+    side, peak = Side(facts, step, idx.numel()), machine.peak_flops()
+    if peak and hasattr(model, 'flops_per_token'):
+        side.seconds_at_peak = side.n_tokens * model.flops_per_token(s.block_size) / peak
+    return side
 
 
-def decoding(text: str, s: Settings) -> tuple:
-    """Return the same as `training`, but no seconds. The tokens are the new ones."""
-    model, _, machine, _ = make_model(text, s.toy)
+def decoding(text: str, s: Settings) -> Side:
+    """Make a side that decodes. Its tokens are the new ones."""
+    model, _, machine = make_model(text, s.toy)
     dtype = decoding_dtype(s.dtype, machine.device.type)
     model = model.eval().to(dtype)
     prompts = torch.randint(0, model.config.n_ids, (s.batch, s.prompt))
@@ -127,7 +136,7 @@ def decoding(text: str, s: Settings) -> tuple:
         return generate(model, prompts.tolist(), s.new, temperature=0)
     facts = {'parameters': count_parameters(model), 'dtype': str(dtype)[6:], 'prompt': s.prompt, 'new': s.new,
              'batch': s.batch}
-    return facts, decode, s.batch * s.new, None
+    return Side(facts, decode, s.batch * s.new)
 
 
 KINDS = {'train': training, 'decode': decoding}
@@ -136,8 +145,8 @@ KINDS = {'train': training, 'decode': decoding}
 def peak_memory(kind: str, text: str, s: Settings) -> int:
     """Return the bytes that a side holds at the peak of a call. Call it in a new process."""
     if not GPU:  # import what a step imports, which takes as much memory as a small model
-        KINDS[kind]('hf ' * text.startswith('hf ') + '--assumed_ids=64', replace(s, toy=True))[1]()
-    return memory_of(lambda: KINDS[kind](text, s)[1])[0]['peak']
+        KINDS[kind]('hf ' * text.startswith('hf ') + '--assumed_ids=64', replace(s, toy=True)).run()
+    return memory_of(lambda: KINDS[kind](text, s).run)[0]['peak']
 
 
 # ---- side by side ----
@@ -150,18 +159,18 @@ def compare(s: Settings, kind: str = '', *arguments: str) -> Iterator[dict]:
                         f'of its own, got {shlex.join([kind, *arguments])}: see --help')
     peaks = {name: isolated(peak_memory, kind, text, s) for name, text in sides.items()} if s.memory else {}
     made, first = {name: KINDS[kind](text, s) for name, text in sides.items()}, next(iter(sides))
-    seconds = alternate({name: run for name, (_, run, *_) in made.items()}, s.rounds, warmup=1,
+    seconds = alternate({name: side.run for name, side in made.items()}, s.rounds, warmup=1,
                         calls=3 if GPU and kind == 'train' else 1)
-    for name, (facts, _, n_tokens, at_peak) in made.items():
-        yield {'side': name, **facts, 'ms': round(1e3 * seconds[name], 2),
-               'tokens/s': round(n_tokens / seconds[name], 1),
+    for name, side in made.items():
+        yield {'side': name, **side.facts, 'ms': round(1e3 * seconds[name], 2),
+               'tokens/s': round(side.n_tokens / seconds[name], 1),
                f'time over {first}': round(seconds[name] / seconds[first], 3),
-               **({'MFU': round(at_peak / seconds[name], 3)} if at_peak else {}),
+               **({'MFU': round(side.seconds_at_peak / seconds[name], 3)} if side.seconds_at_peak else {}),
                **({'peak MB': round(peaks[name] / 1e6)} if peaks else {})}
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, compare, takes_arguments=True)
+    reporting.measure(argv, Settings, compare, takes_arguments=True)
 
 
 if __name__ == '__main__':

@@ -33,38 +33,36 @@ def expanded(command: str, rows: dict[str, str]) -> list[str]:
         f'out/{run}' for run in fnmatch.filter(rows, found[1])), command)]
 
 
-def main(doc: str, tables: dict[str, list[str]], rows: dict[str, str] | None = None,
-         guesses: dict[str, str] | None = None, argv=None) -> None:
+def main(doc: str, tables: dict[str, list[str]], rows: dict[str, str], argv=None) -> None:
     """Print or run the commands of the named tables or rows. A run that exists is resumed.
 
-    tables: {table: commands}, in order; rows: from `read_rows`; guesses: {table: what its paper
-    leaves open}.
+    tables: {table: commands}, in order. A command that starts with # is a comment.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('tables', nargs='*', metavar='TABLE', help=f'{", ".join(tables)}, or a run in rows.csv')
     parser.add_argument('--gpus', type=int, help='train and evaluate under torchrun, one process per GPU')
     parser.add_argument('--run', action='store_true', help='run the commands, do not print them only')
-    s, rows, guesses = parser.parse_args(argv), rows or {}, guesses or {}
+    s = parser.parse_args(argv)
     known = tables | {run: [command] for run, command in rows.items()}
     if unknown := [name for name in s.tables if name not in known]:
         parser.error(f'unknown table {", ".join(unknown)}: expected {", ".join(tables)}, or a run in rows.csv')
     for name in s.tables or tables:
-        print(f'\n# {name}' + (f' (guess: {guesses[name]})' if guesses.get(name) else ''))
+        print(f'\n# {name}')
         for command in [one for line in known[name] for one in expanded(line, rows)]:
             if s.gpus and command.startswith(UNDER_TORCHRUN):
                 command = command.replace('python', f'torchrun --nproc_per_node={s.gpus}', 1)
             made = re.search(r'(?:prepare_fineweb\.py .*--out_dir|train_tokenizer .*--out)=(\S+)', command)
             if made and ((ROOT / made[1] / 'meta.json').exists() or (ROOT / made[1]).is_file()):
-                print(f'# exists: {command}')
-                continue
+                command = f'# exists: {command}'
             out_dir = re.search(r'train\.py .*--out_dir=(\S+)', command)
             if out_dir and (ROOT / out_dir[1] / 'config.json').exists():
                 command = re.sub(r' --extend=\S+', '', command) + ' --resume'
             print(command, flush=True)
-            program, *arguments = shlex.split(command)
-            program = [sys.executable] if program == 'python' else [program]
-            if s.run and (code := wait_for(subprocess.Popen([*program, *arguments], cwd=ROOT))):
-                sys.exit(code)
+            arguments = shlex.split(command, comments=True)
+            if s.run and arguments:
+                program = sys.executable if arguments[0] == 'python' else arguments[0]
+                if code := wait_for(subprocess.Popen([program, *arguments[1:]], cwd=ROOT)):
+                    sys.exit(code)
 
 
 def wait_for(process: subprocess.Popen) -> int:

@@ -91,10 +91,10 @@ def test_commands_of_a_paper_run_in_order_and_runs_are_resumed(tmp_path, monkeyp
                                        'print("trained", *sys.argv[1:])\n')
     tables = {'a': ['python train.py --extend=out/x --out_dir=out/y'] * 2,
               'b': ['python -c "raise SystemExit(3)"', 'x']}
-    of_papers.main('', tables, argv=['a', '--run'])
+    of_papers.main('', tables, {}, argv=['a', '--run'])
     assert [line for line in capfd.readouterr().out.splitlines() if line.startswith('trained')] == [
         'trained --extend=out/x --out_dir=out/y', 'trained --out_dir=out/y --resume']
     with pytest.raises(SystemExit, match='3'):
-        of_papers.main('', tables, argv=['b', '--run'])
-    of_papers.main('', tables, argv=['a', '--gpus=8'])
+        of_papers.main('', tables, {}, argv=['b', '--run'])
+    of_papers.main('', tables, {}, argv=['a', '--gpus=8'])
     assert 'torchrun --nproc_per_node=8 train.py --out_dir=out/y --resume' in capfd.readouterr().out

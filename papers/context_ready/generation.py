@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bench import DEVICE, GPU, Settings, alternate, measure
+from bench.reporting import Settings, measure
+from bench.timing import DEVICE, GPU, alternate
 from lm_architectures import train
 from lm_architectures.decode.generation import Decoder, allocate_cache
 from lm_architectures.machine.devices import decoding_dtype, start_processes
@@ -48,7 +49,7 @@ def seconds_per_token(models: dict, contexts, n_tokens: int, rounds: int, step: 
     return alternate(sides, rounds, warmup=1, calls=n_tokens)
 
 
-def figures(s: Settings) -> Iterator[dict]:
+def speeds(s: Settings) -> Iterator[dict]:
     """Yield decoding speed, absolute and relative to the Roformer of each pair."""
     start_processes(train.Settings())
     new, lengths, dtype = 2 if s.toy else NEW, LENGTHS[:1] if s.toy else LENGTHS, decoding_dtype('auto', DEVICE.type)
@@ -69,7 +70,7 @@ def figures(s: Settings) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, figures)
+    measure(argv, Settings, speeds)
 
 
 if __name__ == '__main__':

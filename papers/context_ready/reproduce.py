@@ -5,10 +5,10 @@
     python -m papers.context_ready.reproduce pointer_d1 --run     run a row, or resume it
 
 A row is a run in out/, with its settings in rows.csv. In its name, d is Context-Ready and n the
-Roformer. "guess" names what the paper leaves open. papers/context_ready/README.md shows how to
+Roformer. A comment names what the paper leaves open. papers/context_ready/README.md shows how to
 build the data.
 """
-from papers.commands import expanded, main, read_rows
+from papers.commands import main, read_rows
 
 ROWS = read_rows('context_ready')
 training = ROWS.get  # the command of a row
@@ -16,7 +16,16 @@ LOSS = 'python eval.py {rows} --val'
 DEPTHS = 'python -m papers.context_ready.unrolls {rows} --out=out/table_{table}'
 CURVES = 'python -m analysis curves {rows} --out=out/table_{table}'
 SCORES = CURVES + ' --y="accuracy*"'
-TABLES = {  # table: (its rows or patterns of rows, its commands after training, guesses)
+
+
+def commands(table: str, patterns: str, after: list[str], guess: str) -> list[str]:
+    """Return the commands of a table."""
+    rows = ' '.join(f'@{pattern}' for pattern in patterns.split())
+    return [*[f'# guess: {guess}'] * bool(guess), f'train {rows}',
+            *(command.format(rows=rows, table=table) for command in after)]
+
+
+RUNS = {  # table: (its rows or patterns of rows, its commands after training, what the paper leaves open)
     '1': ('owt_d5_c1120 owt_d6_c1024 owt_n6_c1088 owt_n12_c768 owt_n2_c1888'
           ' owt_n24_c1088 owt_n12_c1536 owt_d6_c2048 owt_n6_c2176', [LOSS, DEPTHS], ''),
     '2': ('owt_n12_c1024 owt_n13_c1024 owt_d12_c1024 owt_n14_c1024 owt_n24_c1024 owt_d23_c1024', [LOSS], 'batch'),
@@ -41,20 +50,11 @@ TABLES = {  # table: (its rows or patterns of rows, its commands after training,
     'A11': ('owt_n12_c1408 owt_n24_c1024 owt_n12_c1024 owt_d??_c*_finetune *_continued', [LOSS], 'batch, K'),
     'A12': ('wiki_d5_c768_concat wiki_n6_c768 wiki_d6_c446 wiki_n6_c446_hffn wiki_d2_c446_concat wiki_n3_c446',
             [LOSS], 'batch'),
-    'A13': ('', ['python -m papers.context_ready.generation'], ''),
     '5.8': ('wiki_d3_c446_token_blind wiki_d3_c446_tied', [LOSS], 'batch'),
     'B': ('pointer_wave', [SCORES], 'dropout, warm-up, weight decay'),  # accuracy by hop over training
     'B20': ('pointer_20_hops', [SCORES], 'steps, dropout, warm-up, weight decay')}
-
-
-def commands(table: str) -> list[str]:
-    """Return the commands of a table."""
-    patterns, after, _ = TABLES[table]
-    rows = ' '.join(f'@{pattern}' for pattern in patterns.split())
-    lines = [*[f'train {rows}'] * bool(rows), *(command.format(rows=rows, table=table) for command in after)]
-    return [command for line in lines for command in expanded(line, ROWS)]
-
+TABLES = {table: commands(table, *values) for table, values in RUNS.items()} | {
+    'A13': ['python -m papers.context_ready.generation']}
 
 if __name__ == '__main__':
-    main(__doc__, {table: commands(table) for table in TABLES}, ROWS,
-         {table: guess for table, (_, _, guess) in TABLES.items()})
+    main(__doc__, TABLES, ROWS)

@@ -10,14 +10,15 @@ warm-up round. Memory: one process per method, minus what was used before the mo
 is the paper's peak, weights and cache after decoding; 'peak' is the highest value at any moment,
 with the bf16 copies of fp32 weights that autocast keeps.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
-import bench
-from bench import DEVICE, GPU, alternate, isolated, measure, memory_of, speed
+from bench import reporting, speed
+from bench.timing import DEVICE, GPU, alternate, isolated, memory_of
 from lm_architectures.decode.generation import generate
 from lm_architectures.settings import check_ranges
 
@@ -26,7 +27,7 @@ METHODS = {'standard': '--model=standard', 'two_x_memory': '--model=sps --method
 
 
 @dataclass
-class Settings(bench.Settings):
+class Settings(reporting.Settings):
     scales: tuple[str, ...] = ('xs', 's', 'm', 'l', 'xl') if GPU else ('xs',)  # sizes: config/standard_<scale>.py
     batch: int = 16 if GPU else 4  # number of sequences
     prompt: int = 1024 if GPU else 256  # prompt tokens per sequence
@@ -39,26 +40,22 @@ class Settings(bench.Settings):
         check_ranges(self, batch=1, prompt=1, new=1)
 
 
-def make_model(method: str, scale: str, s: Settings) -> torch.nn.Module:
-    """Return a model with random weights, ready for inference."""
+def make_decoder(method: str, scale: str, s: Settings) -> Callable:
+    """Return a function that generates n tokens greedily and returns the cache."""
     model, *_ = speed.make_model(f'config/standard_{scale}.py {METHODS[method]}', s.toy)
-    return model.eval().to(getattr(torch, s.dtype))
+    model = model.eval().to(getattr(torch, s.dtype))
 
-
-def decode(model, n_new: int, s: Settings):
-    """Generate greedily and return the cache, which is in bf16 on a GPU."""
-    cache = model.new_cache(s.batch, s.prompt + n_new, dtype=torch.bfloat16 if GPU else None)
-    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=GPU and s.dtype == 'float32'):
-        generate(model, [[7] * s.prompt] * s.batch, n_new, temperature=0, cache=cache)
-    return cache
+    def decode(n_new=s.new):
+        cache = model.new_cache(s.batch, s.prompt + n_new, dtype=torch.bfloat16 if GPU else None)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=GPU and s.dtype == 'float32'):
+            generate(model, [[7] * s.prompt] * s.batch, n_new, temperature=0, cache=cache)
+        return cache
+    return decode
 
 
 def memory(method: str, scale: str, s: Settings) -> dict[str, int]:
     """Return {'held', 'peak', 'cache'} in bytes for one generation. Call it in a new process."""
-    def make():
-        model = make_model(method, scale, s)
-        return lambda: decode(model, s.new, s)
-    used, cache = memory_of(make)
+    used, cache = memory_of(lambda: make_decoder(method, scale, s))
     return used | {'cache': cache.nbytes}
 
 
@@ -67,17 +64,17 @@ def over_standard(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value / values['standard'], 3) for name, value in values.items() if name != 'standard'}
 
 
-def figures(s: Settings) -> Iterator[dict]:
+def throughput_and_memory(s: Settings) -> Iterator[dict]:
     """Yield rows of end-to-end and prefill throughput, then of memory, for each scale."""
     for scale in s.scales:
-        models = {method: make_model(method, scale, s) for method in METHODS}
+        decoders = {method: make_decoder(method, scale, s) for method in METHODS}
         for what, n_new, n_tokens in (('end to end', s.new, s.new), ('prefill', 1, s.prompt)):
-            seconds = alternate({method: lambda model=model, n_new=n_new: decode(model, n_new, s)
-                                 for method, model in models.items()}, rounds=2, warmup=1)
+            sides = {method: partial(decode, n_new) for method, decode in decoders.items()}
+            seconds = alternate(sides, rounds=2, warmup=1)
             yield {'scale': scale, 'dtype': s.dtype, 'what': f'throughput, {what}',
                    'standard tokens/s': round(s.batch * n_tokens / seconds['standard'], 1),
                    **{name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}}
-        del models
+        del decoders, sides
         used = {method: memory(method, scale, s) if s.toy else isolated(memory, method, scale, s) for method in METHODS}
         for what in ('held', 'peak', 'cache'):
             n_bytes = {method: values[what] for method, values in used.items()}
@@ -87,7 +84,7 @@ def figures(s: Settings) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, figures)
+    reporting.measure(argv, Settings, throughput_and_memory)
 
 
 if __name__ == '__main__':

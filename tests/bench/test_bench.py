@@ -8,9 +8,8 @@ import pytest
 import torch
 from conftest import ROOT, assert_sentence, run, succeeded
 
-import bench
 import model_standard
-from bench import speed
+from bench import reporting, speed, timing
 from lm_architectures.files import UserError
 from lm_architectures.run.models import count_parameters
 
@@ -45,7 +44,7 @@ def test_sides_that_compute_the_same_have_the_same_loss():
 @pytest.mark.slow
 def test_peak_memory_of_a_training_step_holds_weights_gradients_and_moments():
     text = '--data=absent/data --dtype=float32 --n_layer=1 --n_head=2 --n_embd=256 --block_size=16 --micro_batch_size=1'
-    peak = bench.isolated(speed.peak_memory, 'train', text, speed.Settings())
+    peak = timing.isolated(speed.peak_memory, 'train', text, speed.Settings())
     n_parameters = count_parameters(speed.make_model(text, toy=False)[0])
     assert 16 * n_parameters < peak < 32 * n_parameters  # and pages that malloc keeps
 
@@ -65,16 +64,16 @@ def test_an_interrupted_measurement_keeps_its_rows(tmp_path, monkeypatch):
     def rows(s):
         yield {'a': 1}
         raise KeyboardInterrupt
-    monkeypatch.setattr(bench, 'RESULTS', tmp_path)
+    monkeypatch.setattr(reporting, 'RESULTS', tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        bench.measure(['--out=x'], bench.Settings, rows)
+        reporting.measure(['--out=x'], reporting.Settings, rows)
     kept, = map(Path, tmp_path.iterdir())
     found = json.loads(kept.read_text())
     assert kept.name.endswith('.partial.json') and found['rows'] == [{'a': 1}]
     assert found['command'].startswith('python ') and found['commit'] and 'torch' in found['versions']
     kept.rename(str(kept).replace('.partial', ''))
     with pytest.raises(UserError, match='already exists: choose another --out'):  # what pages cite is not overwritten
-        bench.measure(['--out=x'], bench.Settings, rows)
+        reporting.measure(['--out=x'], reporting.Settings, rows)
 
 
 def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():

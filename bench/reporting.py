@@ -1,0 +1,62 @@
+"""The command line and the output of a measurement."""
+import datetime
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from bench.timing import GPU
+from lm_architectures.files import ROOT, UserError, friendly_errors
+from lm_architectures.settings import load_settings
+
+RESULTS = ROOT / 'bench/results'
+
+
+@dataclass
+class Settings:
+    toy: bool = False  # run for seconds, at meaningless sizes
+    out: str | None = None  # write the rows to bench/results/NAME_cpu.json or NAME_gpu.json; None: only print them
+
+
+def where_and_when() -> dict[str, str]:
+    """Return {'device', 'date', 'commit', 'versions'} of a measurement."""
+    cpuinfo = Path('/proc/cpuinfo')
+    named = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
+    cpu = f'{named[1] if named else platform.processor()}, {torch.get_num_threads()} threads'
+    describe = ['git', 'describe', '--always', '--dirty']
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    versions = [f'{name} {version(name)}' for name in ('torch', 'transformers')]
+    return {'device': torch.cuda.get_device_name() if GPU else cpu, 'date': datetime.date.today().isoformat(),
+            'commit': commit or 'unknown', 'versions': ', '.join([f'python {platform.python_version()}', *versions])}
+
+
+def measure(argv: list[str] | None, settings: type, rows: Callable[..., Iterable[dict]], takes_arguments=False):
+    """Print the dicts of rows(settings, *arguments) as they arrive, and write them to --out.
+
+    An interrupted measurement leaves NAME_cpu.partial.json. argv None: the process's arguments.
+    """
+    with friendly_errors(argv):
+        s, arguments, _ = load_settings(settings, argv)
+        if arguments and not takes_arguments:
+            raise UserError(f'unexpected {arguments[0]!r}: expected settings as --key=value, see --help')
+        path, found = RESULTS / f'{s.out}_{"gpu" if GPU else "cpu"}.json', []
+        if path.exists():
+            raise UserError(f'{path} already exists: choose another --out')
+        partial = path.with_suffix('.partial.json')
+        for row in rows(s, *arguments):
+            found.append(row)
+            print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
+            if s.out:
+                about = {'command': shlex.join(['python', *sys.orig_argv[1:]])} | where_and_when()
+                partial.write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
+        if s.out:
+            partial.replace(path)
+            print(f'written to {path}')

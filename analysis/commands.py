@@ -101,7 +101,7 @@ def curves(runs: pd.DataFrame, s: Curves) -> dict:
             f'never over {what}' if x is None else f'from {tables.short_number(x)} {what} on' for what, x in places))
     figure, panels = figures.new_figure(title(', '.join(s.y), s.minus), len(axes_of), (5.5, 5))
     for axes, axis in zip(panels, axes_of):
-        figures.draw(axes, points, axis, band=('lowest', 'highest'))
+        figures.draw(axes, points, axis)
         set_axes(axes, points, AXES[axis])
     figures.add_legend(figure, figures.BAND, 'lower center', ncols=2)
     return {'.csv': points, '.png': figure}
@@ -175,7 +175,7 @@ def match(runs: pd.DataFrame, s: figures.Settings) -> dict:
     figure, panels = figures.new_figure('Tokens to match a loss, at the constant learning rate', len(drawn), (6, 5.5))
     style_of = figures.styles(runs.label)
     for axes, (size, points) in zip(panels, drawn.items()):
-        figures.draw(axes, points, 'tokens', band=('lowest', 'highest'), style_of=style_of)
+        figures.draw(axes, points, 'tokens', style_of=style_of)
         for row in [row for row in rows if row['size'] == size and row['tokens']]:
             axes.annotate('', (row['tokens'], row['loss']), (row['evaluated_at'], row['loss']),
                           arrowprops={'arrowstyle': '->', 'color': style_of[row['by']]['color']})
@@ -297,8 +297,7 @@ def over(runs: pd.DataFrame, s: Final) -> dict:
     style_of = figures.styles(points.label)
     alone = points.groupby('label').place.transform('size') == 1  # no sweep: a horizontal line
     alone &= not alone.all()
-    figures.draw(axes, points[~alone], s.x, band=('lowest', 'highest'), style_of=style_of,
-                 **({} if is_ordered else {'linestyle': ''}))
+    figures.draw(axes, points[~alone], s.x, style_of=style_of, **({} if is_ordered else {'linestyle': ''}))
     for point in points[alone].itertuples():
         axes.axhline(point.mean, label=point.label, **style_of[point.label])
     axes.set(xlabel=s.x)

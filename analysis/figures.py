@@ -186,19 +186,18 @@ def styles(labels) -> dict[str, dict]:
             for i, label in enumerate(dict.fromkeys(labels))}
 
 
-def draw(axes, rows: pd.DataFrame, x: str, y: str = 'mean', band: tuple = (), style_of: dict | None = None,
-         **style) -> None:
+def draw(axes, rows: pd.DataFrame, x: str, y: str = 'mean', style_of: dict | None = None, **style) -> None:
     """Draw column y over column x, a line for each label. Rows without y are left out.
 
-    band: the two columns between which a band is drawn. style_of: from `styles`, to share styles.
+    A mean has a band, from lowest to highest. style_of: from `styles`, to share styles.
     """
     style_of = style_of or styles(rows.label)
     for label, own in rows.dropna(subset=[y]).groupby('label', sort=False):
         look = {'marker': 'o' if len(own) <= 40 else None, 'markersize': 3, 'label': label, **style_of[label]}
         axes.plot(own[x], own[y], **look | style)
-        if band:
-            axes.fill_between(own[x], *(own[end].astype(float) for end in band), alpha=0.2, color=look['color'],
-                              linewidth=0)
+        if y == 'mean':
+            axes.fill_between(own[x], own.lowest.astype(float), own.highest.astype(float), alpha=0.2, linewidth=0,
+                              color=look['color'])
 
 
 def line_figure(title: str, rows: pd.DataFrame, x: str, lines: dict[str, dict], legend: str,

@@ -312,13 +312,13 @@ def evaluations(path: Path) -> dict[str, float]:
                 and is_number(record.get('of_steps') or 0))
     found = {}
     for record in read_lines(path, is_whole):
-        step, given = record.get('step', 0), {key: value for key, value in record.get('settings', {}).items()
-                                              if value is False or value not in (None, 0)}
+        step, given = record.get('step', 0), record.get('settings', {})
         unfinished = [f'step={step}'] * (step < (record.get('of_steps') or 0))
         for task, metrics in record['results'].items():
             is_text = task == 'lambada_first_token' or 'word_perplexity' in metrics
             of_task = VAL_OPTIONS if task == 'val' else TEXT_OPTIONS if is_text else TASK_OPTIONS
-            options = [f'{key}={value}' for key, value in given.items() if key in of_task]
+            options = [f'{key}={value}' for key, value in given.items()
+                       if key in of_task and (value is False or value not in (None, 0))]
             found |= {' '.join([task, metric, *options, *unfinished]): value for metric, value in metrics.items()
                       if is_number(value)}
     return found

@@ -7,9 +7,6 @@
 timing.py times the sides, reporting.py prints and writes what they took. results/ has the
 measurements that the pages cite.
 """
-import sys
+from lm_architectures.start import quiet_module
 
-from lm_architectures.start import quiet_start
-
-if sys.argv[0] == '-m':  # Python is importing this package for `python -m bench.speed`
-    quiet_start()
+quiet_module()

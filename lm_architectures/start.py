@@ -8,6 +8,12 @@ import sys
 SPIN_COUNT = '5000'
 
 
+def quiet_module() -> None:
+    """Call `quiet_start` if Python is importing a package for `python -m PACKAGE.MODULE`."""
+    if sys.argv[0] == '-m':
+        quiet_start()
+
+
 def quiet_start() -> None:
     """Prepare the process: escape unprintable characters, no progress bars in logs.
 

@@ -172,7 +172,7 @@ def test_crossing_is_where_a_curve_drops_below_and_stays_below():
 def test_the_end_of_every_curve_is_visible():
     points = pd.concat([line(9, 2, 1.5, 1, tokens=1e6), line(12, 3, 3, 3, label='b', tokens=1e6), line(2, label='c')])
     figure, (axes,) = figures.new_figure('')
-    figures.draw(axes, points, 'tokens', band=('lowest', 'highest'))
+    figures.draw(axes, points, 'tokens')
     commands.set_axes(axes, points, 'tokens')
     figure.canvas.draw()
     assert axes.get_ylim()[0] < 1 and 3 < axes.get_ylim()[1] < 3.6

@@ -281,16 +281,17 @@ def side_by_side(runs: pd.DataFrame, s: Final) -> dict:
 
 def over(runs: pd.DataFrame, s: Final) -> dict:
     """Draw the values of the column y over s.x. s.minus is subtracted seed by seed."""
-    values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x]
+    values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x]  # None: no limit, or not of this model
     is_ordered = values.dropna().map(type).isin((int, float)).all()
     text, absent = (tables.short_number, 'all') if is_ordered else (str, 'none')
     place = values.astype(float).fillna(math.inf) if is_ordered else pd.factorize(values.map(str))[0]
+    # a text is shown at each place on the axis; places only have an order
     runs = runs.assign(place=place, **{s.x: values.map(text, na_action='ignore').fillna(absent)})
     if s.minus:
         runs = tables.relative(runs, 'y', s.minus, 'place')
-    order = {label: i for i, label in enumerate(runs.label.unique())}
-    points = tables.averaged(runs.sort_values('place'), ['label', 'place', s.x], 'y')
-    points = points.sort_values('label', key=lambda labels: labels.map(order), kind='stable', ignore_index=True)
+    labels = [*runs.label.unique()]
+    runs = runs.sort_values(['label', 'place'], key=lambda own: own.map(labels.index) if own.name == 'label' else own)
+    points = tables.averaged(runs, ['label', 'place', s.x], 'y')
     figures.show(points, 'label', s.x, 'mean', 'lowest', 'highest', 'seeds')
     figure, (axes,) = figures.new_figure('Final ' + title(s.y, s.minus))
     axes.xaxis.update_units([*dict.fromkeys(points.sort_values('place')[s.x])])  # this order for all lines
@@ -354,10 +355,12 @@ COMMANDS = {'curves': (Curves, curves), 'final': (Final, final), 'match': (figur
 
 def main(argv: list[str] | None = None) -> None:
     with friendly_errors(argv):
-        argv = sys.argv[1:] if argv is None else argv
+        argv = [*(sys.argv[1:] if argv is None else argv)]
         name = next((arg for arg in argv if arg in COMMANDS), None)
         if name:
-            figures.script(*COMMANDS[name], f'analysis {name}')([arg for arg in argv if arg != name])
+            Settings, analyze = COMMANDS[name]
+            argv.remove(name)
+            figures.script(Settings, f'analysis {name}')(analyze)(argv)
         elif {*argv} <= {'-h', '--help'}:
             print(__doc__)
         else:

@@ -43,24 +43,28 @@ class ModelSettings(Settings):
     device: Device = 'auto'  # auto (cuda if there is a GPU), cuda, cpu or mps
 
 
-def script(Settings: type, analyze: Callable, command: str | None = None) -> Callable:
-    """Return the `main` of an analysis, which reads the runs of its command line.
+def script(Settings: type, command: str | None = None) -> Callable:
+    """Turn a function (table of runs, settings) into the `main` of a script: a decorator.
 
-    analyze(table of runs, settings): returns {ending: content} as in `write`, for files named --out
-    or, beside the first run, like the command. command: None for the module of `analyze`.
+    The runs are those of the command line, without labels. The script writes what the function
+    returns, {ending: content} as in `write`, to files named --out or, beside the first run, like
+    the command. command: None for the function's module.
     """
-    command = command or '.'.join(Path(inspect.getfile(analyze)).relative_to(ROOT).with_suffix('').parts)
+    def decorator(analyze):
+        file = Path(inspect.getfile(analyze)).relative_to(ROOT)
+        name = command or '.'.join(file.with_suffix('').parts)
 
-    def main(argv: list[str] | None = None) -> None:
-        with friendly_errors(argv):
-            s, folders, _ = load_settings(Settings, argv)
-            if not folders:
-                raise UserError(f'which runs? python -m {command} RUN RUN ... --out=NAME')
-            if s.model:
-                add_file(s.model)
-            beside = Path(os.path.abspath(folders[0])).parent / re.split('[. ]', command)[-1]
-            write(s.out or beside, analyze(read_runs(folders, s.code), s))
-    return main
+        def main(argv: list[str] | None = None) -> None:
+            with friendly_errors(argv):
+                s, folders, _ = load_settings(Settings, argv)
+                if not folders:
+                    raise UserError(f'which runs? python -m {name} RUN RUN ... --out=NAME')
+                if s.model:
+                    add_file(s.model)
+                beside = Path(os.path.abspath(folders[0])).parent / re.split('[. ]', name)[-1]
+                write(s.out or beside, analyze(read_runs(folders, s.code), s))
+        return main
+    return decorator
 
 
 # ---- models of runs ----

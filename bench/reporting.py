@@ -38,7 +38,7 @@ def where_and_when() -> dict[str, str]:
             'commit': commit or 'unknown', 'versions': ', '.join([f'python {platform.python_version()}', *versions])}
 
 
-def measure(argv: list[str] | None, settings: type, rows: Callable[..., Iterable[dict]], takes_arguments=False):
+def report(argv: list[str] | None, settings: type, rows: Callable[..., Iterable[dict]], takes_arguments=False):
     """Print the dicts of rows(settings, *arguments) as they arrive, and write them to --out.
 
     An interrupted measurement leaves NAME_cpu.partial.json. argv None: the process's arguments.

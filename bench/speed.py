@@ -170,7 +170,7 @@ def compare(s: Settings, kind: str = '', *arguments: str) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    reporting.measure(argv, Settings, compare, takes_arguments=True)
+    reporting.report(argv, Settings, compare, takes_arguments=True)
 
 
 if __name__ == '__main__':

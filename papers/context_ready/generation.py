@@ -7,11 +7,13 @@ is that after 16 tokens, in the paper over 10,000. `ms_at_T` is the time of a to
 in the paper it grows by less than 4% from T = 100 to 10,000.
 `papers.context_ready.unrolls` has the multiply-adds and the cache size of a token.
 """
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from bench.reporting import Settings, measure
+from bench.reporting import Settings, report
 from bench.timing import DEVICE, GPU, alternate
 from lm_architectures import train
 from lm_architectures.decode.generation import Decoder, allocate_cache
@@ -37,15 +39,13 @@ def decode_eagerly(decoder: Decoder) -> None:
 def seconds_per_token(models: dict, contexts, n_tokens: int, rounds: int, step: Callable) -> dict:
     """Return {(model's key, context): seconds}. step(decoder) decodes one token."""
     sides = {}
-    for i, model in models.items():
-        for context in contexts:
-            generator = torch.Generator().manual_seed(0)
-            prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(DEVICE)
-            cache = allocate_cache(model, prompt.tolist(), (rounds + 1) * n_tokens)
-            for part in prompt[:, :-1].split(1024, 1):
-                model.extend(part, cache)
-            decoder = Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0})
-            sides[i, context] = lambda decoder=decoder: step(decoder)
+    for i, context in itertools.product(models, contexts):
+        model, generator = models[i], torch.Generator().manual_seed(0)
+        prompt = torch.randint(model.config.n_ids, (1, context), generator=generator).to(DEVICE)
+        cache = allocate_cache(model, prompt.tolist(), (rounds + 1) * n_tokens)
+        for part in prompt[:, :-1].split(1024, 1):
+            model.extend(part, cache)
+        sides[i, context] = partial(step, Decoder(model, prompt[:, -1:].tolist(), cache, 0, {'temperature': 0}))
     return alternate(sides, rounds, warmup=1, calls=n_tokens)
 
 
@@ -70,7 +70,7 @@ def speeds(s: Settings) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    measure(argv, Settings, speeds)
+    report(argv, Settings, speeds)
 
 
 if __name__ == '__main__':

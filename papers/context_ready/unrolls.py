@@ -98,7 +98,8 @@ def costs(model):
             'cache_bytes_per_token': 2 * c.n_layer * c.n_kv_head * c.head_size * model.embed.weight.itemsize}
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     rows = figures.measured(named(runs, s.labels), measure, s)
     found = rows.drop(columns='label')
     figures.show(found)
@@ -112,8 +113,6 @@ def analyze(runs: pd.DataFrame, s: Settings) -> dict:
         axes.axhline(row.sequential, color=style['color'], linestyle=':', linewidth=1)
     return {'.csv': found, '.png': figure}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -1,8 +1,7 @@
 """Print the commands of the tables and figures of the GPN paper, or run them.
 
-    python -m papers.gpn.reproduce                  all of them
-    python -m papers.gpn.reproduce table1 --run     run the commands of a table, or resume them
-    python -m papers.gpn.reproduce --gpus=8         all, under torchrun
+    python -m papers.gpn.reproduce --gpus=8        all of them, under torchrun
+    python -m papers.gpn.reproduce table1 --run    run the commands of one, or resume them
 
 papers/gpn/README.md shows how to get the tokenizer. `data` tokenizes FineWeb-Edu for the paper's
 tables. `ablations` and `small` are ours. Each edit of `ablations` changes one equation of GPN.

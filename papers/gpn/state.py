@@ -227,7 +227,8 @@ def plot(rows: pd.DataFrame, name='a GPN'):
     return figure
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     if len(runs) > 1:
         raise UserError(f'expected one run, got {len(runs)}')
     folder = runs.folder[0]
@@ -249,8 +250,6 @@ def analyze(runs: pd.DataFrame, s: Settings) -> dict:
     figures.show(rows[(rows.x == '') | (rows['name'] == 'tokens')])  # curves: see the figure
     return {'.csv': rows, '.png': plot(rows, named(runs, s.labels).label[0])}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

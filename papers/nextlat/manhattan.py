@@ -49,12 +49,11 @@ def paths_with_detours(model, task, pairs, share: float, rng) -> list[list[int]]
     model, device = decodable(model), next(model.parameters()).device
     cache = model.new_cache(len(pairs), task.steps + 3, device=device)
     tokens = torch.tensor(pairs, device=device) + task.first_node
-    distance = task.distances_to([goal for _, goal in pairs])
-    nodes, paths = [start for start, _ in pairs], [[] for _ in pairs]
+    (nodes, goals), paths = map(list, zip(*pairs)), [[] for _ in pairs]
+    distance = task.distances_to(goals)
     for step in range(task.steps + 1):
         tokens = model.extend(tokens, cache).argmax(-1, keepdim=True)
-        for b, (_, goal) in enumerate(pairs):
-            path, node, token = paths[b], nodes[b], int(tokens[b])
+        for b, (path, node, goal, token) in enumerate(zip(paths, nodes, goals, tokens.flatten().tolist())):
             if path and (path[-1] >= task.first_node or node < 0):
                 continue  # ended, or left the streets
             if node != goal and rng.random() < share:
@@ -175,13 +174,12 @@ def measure(folder: str, s: Settings) -> list[dict]:
              'rank': effective_rank(states), 'pairs': len(pairs)}]
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     rows = figures.measured(named(runs, s.labels), measure, s).drop(columns='label')
     figures.show(rows)
     return {'.csv': rows}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

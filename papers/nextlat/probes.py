@@ -117,7 +117,8 @@ def table(measured: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(difference=rows['mean'] - rows.offset.map(first))
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     rows = table(figures.measured(finished(labeled(runs, s.labels)), measure, s))
     figures.show(rows[rows.offset.isin((1, s.offsets))], 'label', 'offset', 'mean', 'difference')
     figure, axes = figures.line_figure(
@@ -127,8 +128,6 @@ def analyze(runs: pd.DataFrame, s: Settings) -> dict:
     axes.xaxis.get_major_locator().set_params(integer=True)
     return {'.csv': rows, '.png': figure}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

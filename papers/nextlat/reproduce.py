@@ -1,9 +1,7 @@
 """Print the commands of the tables and figures of the NextLat paper, or run them.
 
-    python -m papers.nextlat.reproduce                      all of them
-    python -m papers.nextlat.reproduce countdown            one part
-    python -m papers.nextlat.reproduce path_star --run      run its commands, or resume them
-    python -m papers.nextlat.reproduce --gpus=8             all, under torchrun
+    python -m papers.nextlat.reproduce --gpus=8           all of them, under torchrun
+    python -m papers.nextlat.reproduce path_star --run    run the commands of one, or resume them
 
 The parts are named by their data. `small` has small models, 4 to 33 minutes each on one core of an
 AMD EPYC. papers/nextlat/README.md says what we had to choose, docs/data.md how to get the map.

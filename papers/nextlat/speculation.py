@@ -153,7 +153,8 @@ def plot(rows: pd.DataFrame):
     return figure
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     init_distributed('gloo')
     device = local_device(s.device)
     rows = figures.measured(named(runs, s.labels), measure, device, decoding_dtype(s.dtype, device.type), s)
@@ -162,8 +163,6 @@ def analyze(runs: pd.DataFrame, s: Settings) -> dict:
     figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')
     return {'.csv': rows, '.md': figures.markdown(summary(rows)) + '\n', '.png': plot(rows)}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

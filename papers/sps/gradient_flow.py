@@ -141,12 +141,10 @@ def ratios(model, ids, positions, max_k, batch_size):
     inf or nan where the loss does not depend on p at its own step, such as rho of Reverse SPS.
     """
     steps = torch.unique(positions[:, None] + torch.arange(max_k + 1, device=ids.device))
-    norms = None
+    norms = torch.zeros(len(positions), 1 + hasattr(model, 'n_x_layers'), max_k + 1, dtype=torch.float64)
     for part in steps.split(batch_size):
         reached = positions[positions <= part[-1]]
         found = gradient_norms(model, ids, reached, part)  # (J, S, P)
-        if norms is None:
-            norms = torch.zeros(len(positions), found.shape[1], max_k + 1, dtype=torch.float64)
         k = part[:, None] - reached
         row, column = ((k >= 0) & (k <= max_k)).nonzero(as_tuple=True)
         norms[column.cpu(), :, k[row, column].cpu()] = found[row, :, column].cpu().double()
@@ -211,7 +209,8 @@ def plot(rows: pd.DataFrame):
         xlabel='distance k from the position to the loss, tokens', ylabel='gradient norm / gradient norm at k = 0')[0]
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     runs = finished(labeled(runs, s.labels))
     block = min(s.block_size, runs.block_size.min())
     s = replace(s, block_size=block, max_k=s.max_k or block // 2)
@@ -227,8 +226,6 @@ def analyze(runs: pd.DataFrame, s: Settings) -> dict:
     figures.show(rows[rows.k.isin((1, 4, 16, 64, 256, s.max_k))], 'label', 'stream', 'k', 'ratio')
     return {'.csv': rows, '.png': plot(rows)}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -84,7 +84,7 @@ def throughput_and_memory(s: Settings) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    reporting.measure(argv, Settings, throughput_and_memory)
+    reporting.report(argv, Settings, throughput_and_memory)
 
 
 if __name__ == '__main__':

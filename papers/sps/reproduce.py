@@ -1,9 +1,7 @@
 """Print the commands of the tables and figures of the SPS paper, or run them.
 
-    python -m papers.sps.reproduce                  all of them
-    python -m papers.sps.reproduce table2           one table
-    python -m papers.sps.reproduce figure4 --run    run its commands, or resume them
-    python -m papers.sps.reproduce --gpus=8         all, under torchrun
+    python -m papers.sps.reproduce --gpus=8         all of them, under torchrun
+    python -m papers.sps.reproduce figure4 --run    run the commands of one, or resume them
 
 papers/sps/README.md shows how to prepare FineWeb-Edu, and what we had to choose. `forks` is ours:
 it compares variants beyond the paper on a CPU.

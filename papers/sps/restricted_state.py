@@ -84,7 +84,8 @@ def measure(folder: str, s: Settings) -> dict:
     return {'position': range(1, len(nll) + 1), 'nll': nll, 'restricted_nll': cut, 'documents': len(documents)}
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     runs = finished(labeled(runs, s.labels))
     block = min(s.block_size, runs.block_size.min())
     print(f'the first {block} tokens of each document')
@@ -110,8 +111,6 @@ def analyze(runs: pd.DataFrame, s: Settings) -> dict:
         xlabel='position in the document, tokens', xlim=(0, None), ylabel='extra loss, nats per token')
     return {'.csv': rows, '.png': figure}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -45,27 +45,27 @@ def equivalence_test(a: Sequence[float], b: Sequence[float], margin: float) -> d
     return worse | {'gap': mean(a) - mean(b)}
 
 
-def analyze(runs: pd.DataFrame, s: Settings) -> dict:
+@figures.script(Settings)
+def main(runs: pd.DataFrame, s: Settings) -> dict:
     losses = {label: [*own.loss] for label, own in finished(labeled(runs, s.labels)).groupby('label', sort=False)}
     losses, rows = {label: values for label, values in losses.items() if len({*values}) > 1}, []
     alike = s.alike.split(';') if s.alike else []
+    if len(alike) not in (0, 2):
+        raise UserError(f"alike is {s.alike!r}: expected two labels separated by ;, such as 'A;B'")
     for label in [label for label in (s.better, *alike) if label not in (None, *losses)]:
         raise UserError(f'no test of {label!r}: labels with several seeds: {"; ".join(losses) or "none"}')
-    if s.better:
-        rows += [{'test': 'Welch, one-sided: a is lower', 'a': s.better, 'b': other}
-                 | lower_test(losses[s.better], values) for other, values in losses.items() if other != s.better]
+    for other in [label for label in losses if s.better not in (None, label)]:
+        rows.append({'test': 'Welch, one-sided: a is lower', 'a': s.better, 'b': other,
+                     **lower_test(losses[s.better], losses[other])})
     if alike:
-        if len(alike) != 2:
-            raise UserError(f"alike is {s.alike!r}: expected two labels separated by ;, such as 'A;B'")
-        rows.append({'test': f'TOST: equal within {s.margin:g}', 'a': alike[0], 'b': alike[1]}
-                    | equivalence_test(losses[alike[0]], losses[alike[1]], s.margin))
+        a, b = alike
+        rows.append({'test': f'TOST: equal within {s.margin:g}', 'a': a, 'b': b,
+                     **equivalence_test(losses[a], losses[b], s.margin)})
     if not rows:
         raise UserError('which test? --better=A or --alike="B;C", labels of the runs')
     figures.show(rows)
     return {'.csv': pd.DataFrame(rows)}
 
-
-main = figures.script(Settings, analyze)
 
 if __name__ == '__main__':
     main()

@@ -66,14 +66,14 @@ def test_an_interrupted_measurement_keeps_its_rows(tmp_path, monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr(reporting, 'RESULTS', tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        reporting.measure(['--out=x'], reporting.Settings, rows)
+        reporting.report(['--out=x'], reporting.Settings, rows)
     kept, = map(Path, tmp_path.iterdir())
     found = json.loads(kept.read_text())
     assert kept.name.endswith('.partial.json') and found['rows'] == [{'a': 1}]
     assert found['command'].startswith('python ') and found['commit'] and 'torch' in found['versions']
     kept.rename(str(kept).replace('.partial', ''))
     with pytest.raises(UserError, match='already exists: choose another --out'):  # what pages cite is not overwritten
-        reporting.measure(['--out=x'], reporting.Settings, rows)
+        reporting.report(['--out=x'], reporting.Settings, rows)
 
 
 def test_memory_ratios_of_table_2_are_those_of_fp32_weights_and_a_bf16_cache():

@@ -144,18 +144,16 @@ def constant_rate(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts).assign(last=parts[0].tokens.iloc[-1], budget=starts[1])
 
 
-def has_constant_rate(run) -> None:
-    if run.schedule == 'cosine':
-        raise UserError(f'{run.folder} has schedule = cosine, without a constant learning rate: expected wsd or '
-                        'constant')
-
-
 def match(runs: pd.DataFrame, s: figures.Settings) -> dict:
     """Return when each model reaches the baseline's last loss, and the other way round.
 
     Both are compared at the constant learning rate. The baseline is the first label, and its last
     loss is the last one before the shortest run's decay.
     """
+    def has_constant_rate(run):
+        if run.schedule == 'cosine':
+            raise UserError(f'{run.folder} has schedule = cosine, without a constant learning rate: expected wsd or '
+                            'constant')
     runs = tables.passing(runs, has_constant_rate)
     runs = tables.labeled(runs, s.labels, LENGTH | of_size(runs))
     rows, drawn, baseline = [], {}, runs.label.iloc[0]

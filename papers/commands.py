@@ -19,10 +19,9 @@ UNDER_TORCHRUN = 'python train.py', 'python eval.py', 'python -m papers.nextlat.
 def read_rows(paper: str) -> dict[str, str]:
     """Return {run: the command that trains it} of papers/PAPER/rows.csv."""
     with open(ROOT / f'papers/{paper}/rows.csv') as file:
-        rows = [*csv.DictReader(file)]
-    configs = {row['config']: f'config/{row["config"]}.py' * bool(row['config']) for row in rows}
-    return {row['run']: ' '.join(['python train.py', *configs[row['config']].split(), *row['settings'].split(),
-                                  f'--out_dir=out/{row["run"]}']) for row in rows}
+        return {row['run']: ' '.join(['python train.py', *[f'config/{row["config"]}.py'] * bool(row['config']),
+                                      *row['settings'].split(), f'--out_dir=out/{row["run"]}'])
+                for row in csv.DictReader(file)}
 
 
 def expanded(command: str, rows: dict[str, str]) -> list[str]:

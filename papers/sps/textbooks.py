@@ -42,15 +42,6 @@ MARKUP = [  # (pattern, replacement), applied in this order
     (r'(?m)^[ \t]+|[ \t]+$', ''), (r'\n{3,}', '\n\n')]
 
 
-def archived(book: str, clones: Path) -> tarfile.TarFile:
-    """Return the folder `contents` of a book's repository, cloned if it is not there."""
-    clone = clones / f'{book}-book'
-    if not clone.exists():
-        subprocess.run(['git', 'clone', f'https://github.com/philschatz/{book}-book', clone], check=True)
-    command = ['git', '-C', clone, 'archive', BOOKS[book], 'contents']
-    return tarfile.open(fileobj=io.BytesIO(subprocess.run(command, check=True, capture_output=True).stdout))
-
-
 def plain_text(markdown: str) -> str:
     """Return the running text of a section's body."""
     text = END_MATTER.split(markdown, maxsplit=1)[0]
@@ -61,8 +52,13 @@ def plain_text(markdown: str) -> str:
 
 def documents(clones: Path):
     """Yield {'id', 'book', 'title', 'text'} of each section, by book and file name."""
-    for book in BOOKS:
-        with archived(book, clones) as files:
+    for book, commit in BOOKS.items():
+        clone = clones / f'{book}-book'
+        if not clone.exists():
+            subprocess.run(['git', 'clone', f'https://github.com/philschatz/{book}-book', clone], check=True)
+        archive = ['git', '-C', clone, 'archive', commit, 'contents']
+        content = io.BytesIO(subprocess.run(archive, check=True, capture_output=True).stdout)
+        with tarfile.open(fileobj=content) as files:
             for name in sorted(name for name in files.getnames() if name.endswith('.md')):
                 _, head, body = files.extractfile(name).read().decode().split('---\n', 2)
                 title = re.search(r'^title: *"?(.*?)"?$', head, re.MULTILINE)

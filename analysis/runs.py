@@ -71,19 +71,6 @@ def read_runs(folders, code: str | None = None) -> pd.DataFrame:
     return runs
 
 
-def labeled(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.DataFrame:
-    """Return the runs with a column `label`, without duplicates: runs with equal label and seed.
-
-    labels: 'A,B', names of the groups of runs that differ only in the seed and in `ignored`
-    settings; None: the settings that differ.
-    """
-    runs = runs.assign(label=label(runs, labels, ignored))
-    again = runs[['label', 'seed', *ignored]].map(repr).duplicated()
-    for folder in runs.folder[again]:
-        warn_once(f'left out: {folder} duplicates another run: all settings are equal, including the seed')
-    return runs[~again]
-
-
 def run_row(folder: str, code: str | None = None) -> dict:
     """Return a run's row. What is unknown is None. The loss is NaN if training is unfinished."""
     record, log = read_run(folder, code), read_log(folder)
@@ -137,6 +124,19 @@ def finished(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 # ---- labels ----
+
+def labeled(runs: pd.DataFrame, labels: str | None = None, ignored=()) -> pd.DataFrame:
+    """Return the runs with a column `label`, without duplicates: runs with equal label and seed.
+
+    labels: 'A,B', names of the groups of runs that differ only in the seed and in `ignored`
+    settings; None: the settings that differ.
+    """
+    runs = runs.assign(label=label(runs, labels, ignored))
+    again = runs[['label', 'seed', *ignored]].map(repr).duplicated()
+    for folder in runs.folder[again]:
+        warn_once(f'left out: {folder} duplicates another run: all settings are equal, including the seed')
+    return runs[~again]
+
 
 def named(runs: pd.DataFrame, labels: str | None = None) -> pd.DataFrame:
     """Label each run by its own name in 'A,B' or, if `labels` is None, by its folder."""

@@ -60,7 +60,7 @@ def test_all_measures_of_a_small_model(values):
     assert ('lifetime' in found) == bool(model.config.n_head)
     assert ('decoder bias' in found) == model.config.decoder_bias
     T = idx.shape[1]
-    both = torch.cat([states, model.states(idx.flip(0))])
+    both = torch.cat([states, model.states(idx.flip(0)).detach()])
     assert found['running mean'][f'cosine with the mean{T}'] == pytest.approx(
         float(torch.cosine_similarity(both.mean(1), both.mean((0, 1)), dim=-1).mean()))
     assert (rows[rows.part.isin(('cosine', 'retention'))].x < T).all()

@@ -16,7 +16,7 @@ MAY_IMPORT = {  # what a file may import, by its folder: never from a folder to 
     f'{L}.score': rf'{GROUND}|{L}\.(score|data|decode|machine).*|attn_kernels',
     f'{L}.run': rf'{GROUND}|{L}\.(run|score|data|decode|machine).*|attn_kernels',
     f'{L}.hf': rf'{GROUND}|{L}\..*|attn_kernels',
-    'analysis': rf'{L}.*|analysis.*|train|bench|attn_kernels',
+    'analysis': rf'{L}.*|analysis.*|train|bench\.reporting|attn_kernels',
     'bench': rf'{L}.*|bench.*|train|attn_kernels',
     'papers': '.*'}
 CODE = ('', L, 'analysis', 'bench', 'papers', 'scans')  # folders of code

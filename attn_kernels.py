@@ -12,11 +12,13 @@ masks for decoding, and the size of the KV cache. An edited pattern both trains 
 layers differ, `sees` is a list with a pattern for each layer, and masks are lists, too. A model may
 add `score_bias(q, k, head)` to its scores: a function of tokens and heads, like `sees`.
 
-    patterns        Tokens, document_starts, make_mask, attention
-    layers          check_sizes and check_shape, rope_table and rotate, checkpointed
+    patterns        Tokens, document_starts, sequence
+    masks           make_mask: a pattern prepared for a batch, once per step
+    attention       softmax(q k^T / sqrt(D)) v under a mask: by PyTorch, in tiles, or FlexAttention
+    KVCache         decoding state; `Piece.mask` makes its masks
+    layers          rope_table and rotate, checkpointed
     the loss        CrossEntropy, chunked_loss, counted_targets, mask_padding
-    KVCache         decoding state
-    digest          fingerprint of source code, which pins the code in scans/ to the equations
+    sizes           check_shape, n_matrix_weights, mean_keys
 
 With two streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T
 of rho. In grouped-query attention, query head h reads key head h // (H / HK).
@@ -24,12 +26,7 @@ of rho. In grouped-query attention, query head h reads key head h // (H / HK).
 B batch, T positions, H heads, HK key heads, D head size, n tokens of a call, C width, V vocabulary.
 """
 import functools
-import hashlib
-import inspect
-import io
 import math
-import textwrap
-import tokenize
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +77,17 @@ def document_starts(idx, eos_id):
     return torch.where(starts, position, 0).cummax(1).values
 
 
-class Mask(NamedTuple):
-    """A pattern prepared for `attention`, made by `make_mask` or `Piece.mask`."""
+def sequence(T, streams, device, doc_start=None):
+    """Return the `Tokens` of [x | rho] or of one stream: int32 for speed, (1 or B, S T)."""
+    pos = torch.arange(T, device=device, dtype=torch.int32).repeat(1, len(streams))
+    stream = torch.tensor([streams], device=device, dtype=torch.int32).repeat_interleave(T, 1)
+    start = torch.zeros_like(pos) if doc_start is None else doc_start.int().repeat(1, len(streams))
+    return Tokens(pos, stream, start)
 
-    kind: str  # causal, tiles, flex or dense
-    data: Any = None
+
+def _seen(sees, q, k):
+    """Return the pattern as booleans (1 or B, n_q, n_k), given tokens with fields (1 or B, n)."""
+    return sees(Tokens(*(x.unsqueeze(2) for x in q)), Tokens(k.pos.unsqueeze(1), k.stream.unsqueeze(1)))
 
 
 def each_layer(patterns, make):
@@ -93,6 +96,15 @@ def each_layer(patterns, make):
         return make(patterns)
     made = {pattern: make(pattern) for pattern in dict.fromkeys(patterns)}
     return [made[pattern] for pattern in patterns]
+
+
+# ---- masks ----
+
+class Mask(NamedTuple):
+    """A pattern prepared for `attention`, made by `make_mask` or `Piece.mask`."""
+
+    kind: str  # causal, tiles, flex or dense
+    data: Any = None
 
 
 @outside_graphs
@@ -138,65 +150,21 @@ def read_by(model, sees):
 def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
     """Return the mask of whole sequences. may_compile: False for lengths that hardly recur."""
     c, bias = model.config, getattr(model, 'score_bias', None)
+    q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
     is_one = keys == queries == (0,) and doc_start is None and bias is None  # stream, document
-    slow_on_cpu = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # tiles: faster backward, twice in bf16
+    slow_on_cpu = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # tiles: faster backward, and in bf16
     if is_one and (device.type == 'cuda' or device.type == 'cpu' and not slow_on_cpu):
-        seen = _whole_mask(sees, T, None, keys, queries, device)
+        seen = _seen(sees, q, k)[0]
         if torch.equal(seen, torch.ones_like(seen).tril()):
             return Mask('causal')
     if device.type == 'cpu':
-        return Mask('tiles', list(_tiles(sees, bias, c.n_head, T, doc_start, keys, queries, device)))
+        return Mask('tiles', list(_tiles(sees, bias, c.n_head, T, q, k)))
     if device.type == 'cuda' and 16 <= c.head_size <= 256 and may_compile:  # it compiles a kernel per length
         return Mask('flex', flex_mask(sees, bias, T, device, doc_start, keys, queries))
-    return dense_mask(model, sees, sequence(T, queries, device, doc_start), sequence(T, keys, device))
+    return dense_mask(model, sees, q, k)
 
 
-def dense_mask(model, sees, q, k, dtype=None):
-    """Return the Mask of tokens q, k with fields (1 or B, n).
-
-    dtype: of cached keys, to make it additive once; PyTorch would convert booleans in every layer.
-    """
-    seen, c, bias = _seen(sees, q, k).unsqueeze(1), model.config, getattr(model, 'score_bias', None)
-    if bias is not None:
-        seen = _additive(seen, bias, c.n_head, q, k).unflatten(1, (c.n_kv_head, -1)).flatten(2, 3)  # see `_dense_sdpa`
-    else:
-        seen = seen.repeat(1, 1, c.n_head // c.n_kv_head, 1)
-        seen = seen if dtype is None else _additive(seen)
-    return Mask('dense', seen if dtype is None else seen.to(dtype))
-
-
-def _additive(seen, bias=None, n_head=1, q=None, k=None):
-    """Return fp32 scores to add, -inf where not seen. seen: (1 or B, 1, n_q, n_k), -> H heads.
-
-    bias: `score_bias`, or None for 0 and one head; q, k: tokens with fields (1 or B, n).
-    """
-    scores = torch.zeros((), device=seen.device)
-    if bias is None:
-        n_head = 1
-    else:
-        q = Tokens(*(x[:, None, :, None] for x in q))
-        k = Tokens(*(x[:, None, None, :] for x in (k.pos, k.stream)))
-        scores = bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]).float()
-    return torch.where(seen, scores, float('-inf')).expand(-1, n_head, -1, -1)
-
-
-def sequence(T, streams, device, doc_start=None):
-    """Return the `Tokens` of [x | rho] or of one stream: int32 for speed, (1 or B, S T)."""
-    pos = torch.arange(T, device=device, dtype=torch.int32).repeat(1, len(streams))
-    stream = torch.tensor([streams], device=device, dtype=torch.int32).repeat_interleave(T, 1)
-    start = torch.zeros_like(pos) if doc_start is None else doc_start.int().repeat(1, len(streams))
-    return Tokens(pos, stream, start)
-
-
-def _seen(sees, q, k):
-    """Return the pattern as booleans (1 or B, n_q, n_k), given tokens with fields (1 or B, n)."""
-    return sees(Tokens(*(x.unsqueeze(2) for x in q)), Tokens(k.pos.unsqueeze(1), k.stream.unsqueeze(1)))
-
-
-def _whole_mask(sees, T, doc_start, keys, queries, device):
-    """Return the pattern of whole sequences as booleans (1 or B, n_q, n_k)."""
-    return _seen(sees, sequence(T, queries, device, doc_start), sequence(T, keys, device))
-
+# ---- attention ----
 
 def attention(q, k, v, mask):
     """Return softmax(q k^T / sqrt(D)) v under a mask: (B, n_q, H, D).
@@ -210,18 +178,40 @@ def attention(q, k, v, mask):
         return _dense_sdpa(q, k, v, mask.data)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, n, D)
     if mask.kind == 'flex':
-        out = _flex_attention(q, k, v, *mask.data)
-    elif mask.kind == 'tiles':
-        out = _tiled_attention(q, *_repeat_heads(q, k, v), mask.data)
-    else:
-        out = F.scaled_dot_product_attention(q, *_repeat_heads(q, k, v), is_causal=True)
-    return out.transpose(1, 2)
+        return _flex_attention(q, k, v, *mask.data).transpose(1, 2)
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    if mask.kind == 'tiles':
+        return _tiled_attention(q, k, v, mask.data).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _repeat_heads(q, k, v):
-    """Return k and v (B, HK, n, D) with each head repeated for its query heads: (B, H, n, D)."""
-    group = q.shape[1] // k.shape[1]
-    return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+# ---- dense masks: decoding, and what no other kernel runs ----
+
+def dense_mask(model, sees, q, k, dtype=None):
+    """Return the Mask of tokens q, k with fields (1 or B, n).
+
+    dtype: of cached keys, to make it additive once; PyTorch would convert booleans in every layer.
+    """
+    seen, c, bias = _seen(sees, q, k).unsqueeze(1), model.config, getattr(model, 'score_bias', None)
+    if bias is not None or dtype is not None:
+        seen = _additive(seen, bias, c.n_head, q, k)
+    group = c.n_head // c.n_kv_head  # queries of a group are rows of one product, see `_dense_sdpa`
+    seen = seen.expand(-1, group if bias is None else -1, -1, -1).unflatten(1, (-1, group)).flatten(2, 3)
+    return Mask('dense', seen if dtype is None else seen.to(dtype))
+
+
+def _additive(seen, bias, n_head, q, k):
+    """Return fp32 scores to add, -inf where not seen. seen: (1 or B, 1, n_q, n_k), -> 1 or H heads.
+
+    bias: `score_bias`, or None for 0 and one head; q, k: tokens with fields (1 or B, n).
+    """
+    if bias is None:
+        return torch.where(seen, 0.0, float('-inf'))
+    q = Tokens(*(x[:, None, :, None] for x in q))
+    k = Tokens(*(x[:, None, None, :] for x in (k.pos, k.stream)))
+    scores = bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]).float()
+    return torch.where(seen, scores, float('-inf')).expand(-1, n_head, -1, -1)
 
 
 def _dense_sdpa(q, k, v, seen):
@@ -236,79 +226,17 @@ def _dense_sdpa(q, k, v, seen):
     return out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
 
-# ---- on a GPU: FlexAttention ----
+# ---- tiles: on a CPU ----
 
-def flex_mask(sees, bias, T, device, doc_start, keys, queries):
-    """Make FlexAttention's BlockMask and score_mod (None without a `score_bias`).
+def _tiles(sees, bias, n_head, T, q, k):
+    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask.
 
-    The BlockMask has the 128 x 128 blocks to visit and the masks inside them. It equals PyTorch's
-    `create_block_mask`, whose sorts take minutes to compile.
+    q, k: tokens of whole streams of T positions.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def position_and_stream(index, streams):
-        second = (index >= T).int()  # cheaper than % and //, and than a gather
-        return index - T * second, streams[0] + second
-
-    def tokens(b, q_idx, k_idx):
-        pos, stream = position_and_stream(q_idx, queries)
-        start = torch.zeros_like(pos) if doc_start is None else doc_start[b, pos]
-        return Tokens(pos, stream, start), Tokens(*position_and_stream(k_idx, keys))
-
-    def mask_mod(b, h, q_idx, k_idx):
-        return sees(*tokens(b, q_idx, k_idx))
-
-    def score_mod(score, b, h, q_idx, k_idx):
-        return score + bias(*tokens(b, q_idx, k_idx), h)
-
-    B, n_q, n_k = 1 if doc_start is None else len(doc_start), len(queries) * T, len(keys) * T
-    make_lists = compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
-    with torch.no_grad():  # otherwise compiled twice, with and without gradients
-        lists = make_lists(mask_mod, B, n_q, n_k, device)
-    block_mask = BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
-    return block_mask, None if bias is None else score_mod
-
-
-def _block_lists(mask_mod, B, n_q, n_k, device):
-    """Return the eight tensors of a BlockMask.
-
-    For each row of blocks, how many are seen in part and which; the same for blocks that are seen
-    as a whole; then all of it for the columns of blocks.
-    """
-    q, k = (torch.arange(-(-n // FLEX_BLOCK) * FLEX_BLOCK, device=device).view(-1, FLEX_BLOCK) for n in (n_q, n_k))
-    b, q, k = torch.arange(B, device=device).view(-1, 1, 1, 1, 1), q[:, None, :, None], k[:, None]
-    seen = mask_mod(b, 0, q.clamp(max=n_q - 1), k.clamp(max=n_k - 1)) & (q < n_q) & (k < n_k)
-    count = seen.expand(B, -1, -1, -1, -1).sum((3, 4)).unsqueeze(1)  # (B, 1, blocks of queries, blocks of keys)
-    blocks = torch.stack([(count > 0) & (count < FLEX_BLOCK ** 2), count == FLEX_BLOCK ** 2])
-    lists = []
-    for x in (blocks, blocks.mT.contiguous()):
-        n = x.sum(-1, keepdim=True)  # a sort of zeros and ones needs only ranks
-        rank = torch.where(x, x.cumsum(-1) - 1, n + (~x).cumsum(-1) - 1)
-        columns = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()
-        lists += [n[0].squeeze(-1).int(), columns[0], n[1].squeeze(-1).int(), columns[1]]
-    return lists
-
-
-def _flex_attention(q, k, v, block_mask, score_mod):
-    from torch.nn.attention.flex_attention import flex_attention
-    q, k = q.to(v.dtype), k.to(v.dtype)  # from PyTorch 2.12 on, autocast leaves them in fp32 after qk-norm
-    run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-    # not the kernel for fewer than 128 queries: wrong strides in PyTorch 2.11 (issue 175325)
-    return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
-               kernel_options={'BACKEND': 'TRITON'})
-
-
-compiled = functools.cache(torch.compile)  # when it is first called, because it imports the compiler
-
-
-# ---- on a CPU: tiles ----
-
-def _tiles(sees, bias, n_head, T, doc_start, keys, queries, device):
-    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask."""
-    q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
-    step = TILE_ROWS // len(queries)
+    starts = range(0, q.pos.shape[1], T)  # of the streams
+    step = TILE_ROWS // len(starts)
     for a in range(0, T, step):
-        rows = [slice(s * T + a, s * T + min(a + step, T)) for s in range(len(queries))]
+        rows = [slice(start + a, start + min(a + step, T)) for start in starts]
         q_tile = Tokens(*(torch.cat([x[:, part] for part in rows], 1) for x in q))
         seen = _seen(sees, q_tile, k)
         ranges = _key_ranges(seen.any(0).any(0), T)
@@ -380,194 +308,69 @@ def _put(x, slices, part, add=False):
         here.add_(piece) if add else here.copy_(piece)
 
 
-# ---- layers ----
+# ---- FlexAttention: on a GPU ----
 
-def checkpointed(forward):
-    """Apply activation checkpointing to a method if self.checkpoints is set (decorator)."""
-    @functools.wraps(forward)  # wraps the method and not the module, to keep FSDP's hooks outside
-    def call(self, *args, **kwargs):
-        if self.checkpoints and self.training:
-            return checkpoint(functools.partial(forward, self), *args, use_reentrant=False, **kwargs)
-        return forward(self, *args, **kwargs)
-    return call
+def flex_mask(sees, bias, T, device, doc_start, keys, queries):
+    """Make FlexAttention's BlockMask and score_mod (None without a `score_bias`).
 
-
-@outside_graphs  # in a compiled graph, every layer would recompute the angles of every element
-def rope_table(positions, head_size, theta, scaling=None):
-    """Return RoPE's fp32 cos and sin of the angles position * theta^(-2j/D), j < D/2.
-
-    positions: (...). Results: (..., 1, D), [cos | cos] and [-sin | sin], for `rotate`. scaling:
-    Llama 3's (factor, low, high, tokens). Frequencies with fewer than `low` turns over `tokens`
-    positions are divided by `factor`; those above `high` are kept, those between interpolated.
+    The BlockMask has the 128 x 128 blocks to visit and the masks inside them. It equals PyTorch's
+    `create_block_mask`, whose sorts take minutes to compile.
     """
-    j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
-    frequency = 1 / theta ** (j / head_size)
-    if scaling:
-        factor, low, high, tokens = scaling
-        turns = tokens * frequency / (2 * math.pi)
-        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (unscaled + (1 - unscaled) / factor)
-    angles = positions[..., None, None] * frequency
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def position_and_stream(index, streams):
+        second = (index >= T).int()  # cheaper than % and //, and than a gather
+        return index - T * second, streams[0] + second
+
+    def tokens(b, q_idx, k_idx):
+        pos, stream = position_and_stream(q_idx, queries)
+        start = torch.zeros_like(pos) if doc_start is None else doc_start[b, pos]
+        return Tokens(pos, stream, start), Tokens(*position_and_stream(k_idx, keys))
+
+    def mask_mod(b, h, q_idx, k_idx):
+        return sees(*tokens(b, q_idx, k_idx))
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return score + bias(*tokens(b, q_idx, k_idx), h)
+
+    B, n_q, n_k = 1 if doc_start is None else len(doc_start), len(queries) * T, len(keys) * T
+    make_lists = compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
+    with torch.no_grad():  # otherwise compiled twice, with and without gradients
+        lists = make_lists(mask_mod, B, n_q, n_k, device)
+    block_mask = BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
+    return block_mask, None if bias is None else score_mod
 
 
-def check_sizes(c, **least):
-    """Raise ValueError for a number of Config c below its least value. None is valid.
+def _block_lists(mask_mod, B, n_q, n_k, device):
+    """Return the eight tensors of a BlockMask.
 
-    least: {name: value} for the model's own settings, besides those that all models have.
+    For each row of blocks, how many are seen in part and which; the same for blocks that are seen
+    as a whole; then all of it for the columns of blocks.
     """
-    common = dict(n_layer=1, n_embd=1, n_ffn=1, vocab_size=1, n_ids=1, init_std=0, norm_eps=0)
-    for name, low in (common | least).items():
-        value = getattr(c, name, None)
-        if value is not None and value < low:
-            raise ValueError(f'{name} = {value}: expected at least {low}')
-    if c.n_ids > c.vocab_size:
-        raise ValueError(f'vocab_size = {c.vocab_size} has no room for the {c.n_ids} ids of the tokenizer')
+    q, k = (torch.arange(-(-n // FLEX_BLOCK) * FLEX_BLOCK, device=device).view(-1, FLEX_BLOCK) for n in (n_q, n_k))
+    b, q, k = torch.arange(B, device=device).view(-1, 1, 1, 1, 1), q[:, None, :, None], k[:, None]
+    seen = mask_mod(b, 0, q.clamp(max=n_q - 1), k.clamp(max=n_k - 1)) & (q < n_q) & (k < n_k)
+    count = seen.expand(B, -1, -1, -1, -1).sum((3, 4)).unsqueeze(1)  # (B, 1, blocks of queries, blocks of keys)
+    blocks = torch.stack([(count > 0) & (count < FLEX_BLOCK ** 2), count == FLEX_BLOCK ** 2])
+    lists = []
+    for x in (blocks, blocks.mT.contiguous()):
+        n = x.sum(-1, keepdim=True)  # a sort of zeros and ones needs only ranks
+        rank = torch.where(x, x.cumsum(-1) - 1, n + (~x).cumsum(-1) - 1)
+        columns = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()
+        lists += [n[0].squeeze(-1).int(), columns[0], n[1].squeeze(-1).int(), columns[1]]
+    return lists
 
 
-def check_shape(c, **least):
-    """Check Config c and its heads like `check_sizes`. Set head_size and n_kv_head if not given."""
-    check_sizes(c, n_head=1, head_size=2, n_kv_head=1, rope_theta=1, **least)
-    c.head_size, c.n_kv_head = (getattr(c, name, None) for name in ('head_size', 'n_kv_head'))
-    if c.head_size is None and c.n_embd % (2 * c.n_head):
-        raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
-    c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
-    if c.head_size % 2:
-        raise ValueError(f'head_size = {c.head_size}: expected an even number')
-    if c.n_head % c.n_kv_head:
-        raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')
-    if getattr(c, 'rope_scaling', None) is not None:
-        factor, low, high, tokens = c.rope_scaling if len(c.rope_scaling) == 4 else [0] * 4
-        if not (factor >= 1 and 0 < low < high and tokens >= 1):
-            raise ValueError(f"rope_scaling = {c.rope_scaling}: expected factor, low, high, tokens, such as Llama 3's "
-                             '8,1,4,8192')
+def _flex_attention(q, k, v, block_mask, score_mod):
+    from torch.nn.attention.flex_attention import flex_attention
+    q, k = q.to(v.dtype), k.to(v.dtype)  # from PyTorch 2.12 on, autocast leaves them in fp32 after qk-norm
+    run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+    # not the kernel for fewer than 128 queries: wrong strides in PyTorch 2.11 (issue 175325)
+    return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
+               kernel_options={'BACKEND': 'TRITON'})
 
 
-def n_matrix_weights(module):
-    """Count the weights of all matrices but embeddings: each costs 2 FLOPs per token."""
-    return sum(p.numel() for part in module.modules() if not isinstance(part, torch.nn.Embedding)
-               for p in part.parameters(recurse=False) if p.dim() >= 2)
-
-
-def mean_keys(sees, T, keys=(0,), queries=None):
-    """Return how many keys the queries of a position attend to, mean over T (sampled if > 2048)."""
-    if isinstance(sees, list):
-        return sum(mean_keys(pattern, T, keys, queries) for pattern in sees) / len(sees)
-    queries, n = queries or keys, min(T, 2 ** 22 // T + 1)
-    pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().long()
-    q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in sequence(T, queries, 'cpu')))
-    return _seen(sees, q, sequence(T, keys, 'cpu')).sum().item() / len(pos)
-
-
-def rotate(x, rope):
-    """Apply rotary position embeddings to the pairs (x_j, x_{j + D/2}), as in Hugging Face's Llama.
-
-    x: (..., T, H, D); rope: cos and sin from `rope_table`, which broadcast to (..., T, H, D).
-    """
-    cos, sin = rope
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
-
-
-# ---- the loss ----
-
-def at_least_fp32(x):
-    """Cast x to fp32, unless it is float64. A log-sum-exp of bf16 logits would be off by 0.06."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def counted_targets(idx, targets, eos_id):
-    """Ignore (-1) the targets of eos inputs, which start other documents. idx, targets: (B, T)."""
-    return targets if eos_id is None else targets.masked_fill(idx == eos_id, -1)
-
-
-def mask_padding(logits, n_ids):
-    """Set the logits (..., V) of padding ids, from n_ids on, to -inf in place."""
-    logits[..., n_ids:] = float('-inf')
-    return logits
-
-
-class CrossEntropy(torch.nn.Module):
-    """Negative log-likelihood in nats, in fp32, of targets (N,), -1 ignored, given logits (N, V).
-
-    n_ids: leave out padding ids, from n_ids on. On a GPU, train.py compiles it without the head,
-    whose weights would be cast for every chunk: it then makes two passes over the logits.
-    """
-
-    dynamic = True  # one compilation for chunks of all lengths
-
-    def __init__(self, vocab_size, n_ids=None, reduction='sum'):
-        super().__init__()
-        self.vocab_size, self.n_ids, self.reduction = vocab_size, n_ids, reduction
-
-    def forward(self, logits, targets):
-        torch._check(logits.shape[-1] == self.vocab_size)  # for the compiler: a softmax in one pass needs a fixed V
-        logits = at_least_fp32(logits[:, :self.n_ids])
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=self.reduction)
-
-
-@outside_graphs  # the compiler would unroll the chunks and keep their logits
-def chunked_loss(fn, rows, params, width, shared=()):
-    """Sum a loss over the rows of its inputs, holding the logits of one chunk of rows at a time.
-
-    Args:
-        fn: fn(*chunk, *shared) -> {name: sum over the chunk's rows}; the first is the loss
-        rows: tensors with one entry per position on their first axis: states, targets, weights, ...
-        params: all parameters of the model, for the gradients of those that fn uses
-        width: values that fn holds per row, such as the vocabulary size; sets the chunk size
-        shared: tensors passed whole to every chunk, such as a table that rows index
-
-    Returns the sums over all rows, in fp32, by name. Only the loss has gradients. They are computed
-    chunk by chunk, in the forward pass.
-    """
-    names = []
-
-    def values_of(*inputs):
-        sums = fn(*inputs)
-        names[:] = sums
-        return sums.values()
-
-    values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
-    n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
-    params = [p for p in params if p.requires_grad]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *shared, *params)):
-        values = _ChunkedLoss.apply(values_of, n_chunks, len(rows), len(shared), *rows, *shared, *params)
-    else:
-        values = _sums([values_of(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
-    return dict(zip(names, values))
-
-
-def _sums(values_of_chunks):
-    return tuple(sum(at_least_fp32(x) for x in values) for values in zip(*values_of_chunks))
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, fn, n_chunks, n_rows, n_shared, *tensors):
-        rows = tensors[:n_rows]
-        shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
-        params = [*shared, *tensors[n_rows + n_shared:]]
-        row_grads, param_grads, sums = [[] for _ in rows], [None] * len(params), []
-        for chunk in zip(*(x.tensor_split(n_chunks) for x in rows)):  # no chunk of one row, which would recompile
-            chunk = [x.detach().requires_grad_(whole.requires_grad) for x, whole in zip(chunk, rows)]
-            with torch.enable_grad():
-                total, *parts = fn(*chunk, *shared)
-            inputs = [*(x for x in chunk if x.requires_grad), *params]
-            grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
-            for kept, x in zip(row_grads, chunk):
-                if x.requires_grad:
-                    grad = grads.pop(0)
-                    kept.append(torch.zeros_like(x) if grad is None else grad)
-            param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads)]
-            sums.append([x.detach() for x in (total, *parts)])
-        ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
-        total, *parts = _sums(sums)
-        ctx.mark_non_differentiable(*parts)
-        return total, *parts
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
+compiled = functools.cache(torch.compile)  # when it is first called, because it imports the compiler
 
 
 # ---- the KV cache ----
@@ -766,20 +569,193 @@ class Piece:
         return dense_mask(model, slots.sees, q, k, cache.hidden.dtype)
 
 
-# ---- digests ----
+# ---- layers ----
 
-def digest(*objects):
-    """Return a fingerprint of code: objects or text. It ignores comments, docstrings and layout."""
-    return hashlib.sha256('\n'.join(map(_code, objects)).encode()).hexdigest()[:16]
+@outside_graphs  # in a compiled graph, every layer would recompute the angles of every element
+def rope_table(positions, head_size, theta, scaling=None):
+    """Return RoPE's fp32 cos and sin of the angles position * theta^(-2j/D), j < D/2.
+
+    positions: (...). Results: (..., 1, D), [cos | cos] and [-sin | sin], for `rotate`. scaling:
+    Llama 3's (factor, low, high, tokens). Frequencies with fewer than `low` turns over `tokens`
+    positions are divided by `factor`; those above `high` are kept, those between interpolated.
+    """
+    j = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
+    frequency = 1 / theta ** (j / head_size)
+    if scaling:
+        factor, low, high, tokens = scaling
+        turns = tokens * frequency / (2 * math.pi)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (unscaled + (1 - unscaled) / factor)
+    angles = positions[..., None, None] * frequency
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def _code(x):
-    code, starts_statement = '', True
-    text = x if isinstance(x, str) else textwrap.dedent(inspect.getsource(x))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.COMMENT, tokenize.NL):
-            continue
-        if token.type != tokenize.STRING or not starts_statement:
-            code += token.string
-        starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    return code
+def rotate(x, rope):
+    """Apply rotary position embeddings to the pairs (x_j, x_{j + D/2}), as in Hugging Face's Llama.
+
+    x: (..., T, H, D); rope: cos and sin from `rope_table`, which broadcast to (..., T, H, D).
+    """
+    cos, sin = rope
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def checkpointed(forward):
+    """Apply activation checkpointing to a method if self.checkpoints is set (decorator)."""
+    @functools.wraps(forward)  # wraps the method and not the module, to keep FSDP's hooks outside
+    def call(self, *args, **kwargs):
+        if self.checkpoints and self.training:
+            return checkpoint(functools.partial(forward, self), *args, use_reentrant=False, **kwargs)
+        return forward(self, *args, **kwargs)
+    return call
+
+
+# ---- the loss ----
+
+def at_least_fp32(x):
+    """Cast x to fp32, unless it is float64. A log-sum-exp of bf16 logits would be off by 0.06."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def counted_targets(idx, targets, eos_id):
+    """Ignore (-1) the targets of eos inputs, which start other documents. idx, targets: (B, T)."""
+    return targets if eos_id is None else targets.masked_fill(idx == eos_id, -1)
+
+
+def mask_padding(logits, n_ids):
+    """Set the logits (..., V) of padding ids, from n_ids on, to -inf in place."""
+    logits[..., n_ids:] = float('-inf')
+    return logits
+
+
+class CrossEntropy(torch.nn.Module):
+    """Negative log-likelihood in nats, in fp32, of targets (N,), -1 ignored, given logits (N, V).
+
+    n_ids: leave out padding ids, from n_ids on. On a GPU, train.py compiles it without the head,
+    whose weights would be cast for every chunk: it then makes two passes over the logits.
+    """
+
+    dynamic = True  # one compilation for chunks of all lengths
+
+    def __init__(self, vocab_size, n_ids=None, reduction='sum'):
+        super().__init__()
+        self.vocab_size, self.n_ids, self.reduction = vocab_size, n_ids, reduction
+
+    def forward(self, logits, targets):
+        torch._check(logits.shape[-1] == self.vocab_size)  # for the compiler: a softmax in one pass needs a fixed V
+        logits = at_least_fp32(logits[:, :self.n_ids])
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=self.reduction)
+
+
+@outside_graphs  # the compiler would unroll the chunks and keep their logits
+def chunked_loss(fn, rows, params, width, shared=()):
+    """Sum a loss over the rows of its inputs, holding the logits of one chunk of rows at a time.
+
+    Args:
+        fn: fn(*chunk, *shared) -> {name: sum over the chunk's rows}; the first is the loss
+        rows: tensors with one entry per position on their first axis: states, targets, weights, ...
+        params: all parameters of the model, for the gradients of those that fn uses
+        width: values that fn holds per row, such as the vocabulary size; sets the chunk size
+        shared: tensors passed whole to every chunk, such as a table that rows index
+
+    Returns the sums over all rows, in fp32, by name. Only the loss has gradients. They are computed
+    chunk by chunk, in the forward pass.
+    """
+    names = []
+
+    def values_of(*inputs):
+        sums = fn(*inputs)
+        names[:] = sums
+        return sums.values()
+
+    values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
+    n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
+    params = [p for p in params if p.requires_grad]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *shared, *params)):
+        values = _ChunkedLoss.apply(values_of, n_chunks, len(rows), len(shared), *rows, *shared, *params)
+    else:
+        values = _sums([values_of(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
+    return dict(zip(names, values))
+
+
+def _sums(values_of_chunks):
+    return tuple(sum(at_least_fp32(x) for x in values) for values in zip(*values_of_chunks))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, fn, n_chunks, n_rows, n_shared, *tensors):
+        rows = tensors[:n_rows]
+        shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
+        params = [*shared, *tensors[n_rows + n_shared:]]
+        row_grads, param_grads, sums = [[] for _ in rows], [None] * len(params), []
+        for chunk in zip(*(x.tensor_split(n_chunks) for x in rows)):  # no chunk of one row, which would recompile
+            chunk = [x.detach().requires_grad_(whole.requires_grad) for x, whole in zip(chunk, rows)]
+            with torch.enable_grad():
+                total, *parts = fn(*chunk, *shared)
+            inputs = [*(x for x in chunk if x.requires_grad), *params]
+            grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
+            for kept, x in zip(row_grads, chunk):
+                if x.requires_grad:
+                    grad = grads.pop(0)
+                    kept.append(torch.zeros_like(x) if grad is None else grad)
+            param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads)]
+            sums.append([x.detach() for x in (total, *parts)])
+        ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
+        total, *parts = _sums(sums)
+        ctx.mark_non_differentiable(*parts)
+        return total, *parts
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
+
+
+# ---- sizes ----
+
+def check_sizes(c, **least):
+    """Raise ValueError for a number of Config c below its least value. None is valid.
+
+    least: {name: value} for the model's own settings, besides those that all models have.
+    """
+    common = dict(n_layer=1, n_embd=1, n_ffn=1, vocab_size=1, n_ids=1, init_std=0, norm_eps=0)
+    for name, low in (common | least).items():
+        value = getattr(c, name, None)
+        if value is not None and value < low:
+            raise ValueError(f'{name} = {value}: expected at least {low}')
+    if c.n_ids > c.vocab_size:
+        raise ValueError(f'vocab_size = {c.vocab_size} has no room for the {c.n_ids} ids of the tokenizer')
+
+
+def check_shape(c, **least):
+    """Check Config c and its heads like `check_sizes`. Set head_size and n_kv_head if not given."""
+    check_sizes(c, n_head=1, head_size=2, n_kv_head=1, rope_theta=1, **least)
+    c.head_size, c.n_kv_head = (getattr(c, name, None) for name in ('head_size', 'n_kv_head'))
+    if c.head_size is None and c.n_embd % (2 * c.n_head):
+        raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
+    c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
+    if c.head_size % 2:
+        raise ValueError(f'head_size = {c.head_size}: expected an even number')
+    if c.n_head % c.n_kv_head:
+        raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')
+    if getattr(c, 'rope_scaling', None) is not None:
+        factor, low, high, tokens = c.rope_scaling if len(c.rope_scaling) == 4 else [0] * 4
+        if not (factor >= 1 and 0 < low < high and tokens >= 1):
+            raise ValueError(f"rope_scaling = {c.rope_scaling}: expected factor, low, high, tokens, such as Llama 3's "
+                             '8,1,4,8192')
+
+
+def n_matrix_weights(module):
+    """Count the weights of all matrices but embeddings: each costs 2 FLOPs per token."""
+    return sum(p.numel() for part in module.modules() if not isinstance(part, torch.nn.Embedding)
+               for p in part.parameters(recurse=False) if p.dim() >= 2)
+
+
+def mean_keys(sees, T, keys=(0,), queries=None):
+    """Return how many keys the queries of a position attend to, mean over T (sampled if > 2048)."""
+    if isinstance(sees, list):
+        return sum(mean_keys(pattern, T, keys, queries) for pattern in sees) / len(sees)
+    queries, n = queries or keys, min(T, 2 ** 22 // T + 1)
+    pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().long()
+    q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in sequence(T, queries, 'cpu')))
+    return _seen(sees, q, sequence(T, keys, 'cpu')).sum().item() / len(pos)

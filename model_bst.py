@@ -15,9 +15,18 @@ A pair (p, q) is named after the two tokens that it predicts, x_p and x_q:
          + mean of -log softmax(previous_head(h(p, q)))[x_q]
 
 k = 2 hides one token, p = q. k = 1 hides none, q = p - 1: the suffix has x_p, the prefix has x_q.
-The empty prefix and the empty suffix have learned vectors. Pairs stay within a document.
+The empty prefix and the empty suffix have learned vectors. Pairs stay within a document. For the
+four tokens x_0 ... x_3, T = 3, the pairs and their k are
 
-Read `Model.forward`, then `_pair_losses`. `extend` decodes: the forward encoder with a cache.
+      q  0 1 2 3          q  0 1 2 3
+    p                   p
+    0    2 3 4 5        0    2 3 . .      left: one document
+    1    1 2 3 4        1    1 2 . .      right: x_0 x_1 and x_2 x_3 are two documents
+    2    . 1 2 3        2    . . 2 3
+    3    . . 1 2        3    . . 1 2
+
+Read `Model.forward`, `_text_terms`, `_pair_losses`. `extend` decodes: the forward encoder with a
+cache.
 
 The NextLat paper reports 2.57B parameters at the 1.3B shape, so the encoders share no block (else
 1.46B). One embedding table, two output matrices of V rows, and a two-layer text head with n_ffn
@@ -109,6 +118,19 @@ class Encoder(nn.Module):
         return self.norm(h)
 
 
+def document_ends(start):
+    """Return where each token's document ends, given where it starts. start: (B, n) -> (B, n).
+
+    tokens   a b c | d e      in reverse   e d | c b a
+    start    0 0 0   3 3                   0 0   2 2 2     n - 1 - ends, in reverse
+    ends     2 2 2   4 4
+    """
+    n = start.shape[1]
+    position = torch.arange(n, device=start.device)
+    is_last = F.pad(start[:, 1:] == position[1:], (0, 1), value=True)
+    return torch.where(is_last, position, n).flip(1).cummin(1).values.flip(1)
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -173,26 +195,32 @@ class Model(nn.Module):
         With eos_id set, pairs stay within a document, whose first token is predicted from the empty
         prefix: it counts in pairs, but not in the nll.
         """
-        c, T = self.config, idx.shape[1]
         x, labels, start = self._sequence(idx, targets)
-        position = torch.arange(T + 1, device=idx.device)
-        joined = start[:, 1:] < position[1:]  # (B, T): True if x_s and x_{s+1} are in one document
-
         f = self.trunk(idx)
-        is_last = F.pad(~joined, (0, 1), value=True).flip(1)  # read backward, a document starts with its last token
-        flipped_start = torch.where(is_last, position, 0).cummax(1).values
-        b = self._encode(self.backward_encoder, x[:, 1:].flip(1), flipped_start[:, :T]).flip(1)
-        # t_f[:, p]: the prefix before x_p; t_b[:, q]: the suffix after x_q; empty at document ends
-        joined = F.pad(joined, (1, 1)).unsqueeze(-1)
-        t_f = torch.where(joined[:, :-1], self.text_f(F.pad(f, (0, 0, 1, 0))), self.text_f(self.no_prefix))
-        t_b = torch.where(joined[:, 1:], self.text_b(F.pad(b, (0, 0, 0, 1))), self.text_b(self.no_suffix))
-        losses = self._pair_losses(t_f.flatten(0, 1), t_b.flatten(0, 1), labels, start)
-        with torch.no_grad():
-            targets = counted_targets(idx, targets, c.eos_id)
-            rows = self._next_state(f).flatten(0, 1), targets.flatten()
-            total = chunked_loss(self._nll, rows, self.parameters(), c.vocab_size)
-            nll = total['nll'] / (targets >= 0).sum().clamp(min=1)
-        return {'loss': losses['loss'], 'nll': nll} | losses
+        losses = self._pair_losses(*self._text_terms(f, x, start), labels, start)
+        return {'loss': losses['loss'], 'nll': self._next_token_loss(f, idx, targets)} | losses
+
+    def _text_terms(self, f, x, start):
+        """Return t_f and t_b, (B, T + 1, n_text). f: (B, T, C); x, start: see `_sequence`.
+
+        t_f[:, p] is the term of the prefix before x_p, t_b[:, q] of the suffix after x_q.
+        """
+        ends, T = document_ends(start), f.shape[1]
+        reversed_start = T - ends.flip(1)  # read backward, a document starts with its last token
+        b = self._encode(self.backward_encoder, x[:, 1:].flip(1), reversed_start[:, :T]).flip(1)
+        position = torch.arange(T + 1, device=x.device)
+        has_prefix, has_suffix = (start < position).unsqueeze(-1), (ends > position).unsqueeze(-1)
+        t_f = torch.where(has_prefix, self.text_f(F.pad(f, (0, 0, 1, 0))), self.text_f(self.no_prefix))
+        t_b = torch.where(has_suffix, self.text_b(F.pad(b, (0, 0, 0, 1))), self.text_b(self.no_suffix))
+        return t_f, t_b
+
+    @torch.no_grad()
+    def _next_token_loss(self, f, idx, targets):
+        """Return the mean next-token loss after prefixes with states f and the empty suffix."""
+        targets = counted_targets(idx, targets, self.config.eos_id)
+        rows = self._next_state(f).flatten(0, 1), targets.flatten()
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        return total['nll'] / (targets >= 0).sum().clamp(min=1)
 
     def _nll(self, h, targets):
         """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
@@ -200,7 +228,7 @@ class Model(nn.Module):
 
     @outside_graphs  # the number of pairs depends on the documents
     def _pair_losses(self, t_f, t_b, labels, start):
-        """Return {'loss', ...}: all results but the nll. t_f, t_b: (B (T + 1), n_text).
+        """Return {'loss', ...}: all results but the nll. t_f, t_b: (B, T + 1, n_text).
 
         labels, start: (B, T + 1).
         Runs in chunks of pairs, so the text head's (N, n_text) hidden layer is never held at once.
@@ -221,7 +249,7 @@ class Model(nn.Module):
         first = row * (T + 1)
         rows = first + p[pair], first + q[pair], next_labels[row, pair], previous_labels[row, pair]
         width = 2 * self.config.vocab_size + self.config.n_text
-        return chunked_loss(losses, rows, self.parameters(), width, shared=(t_f, t_b))
+        return chunked_loss(losses, rows, self.parameters(), width, shared=(t_f.flatten(0, 1), t_b.flatten(0, 1)))
 
     def _sequence(self, idx, targets):
         """Return x_0 ... x_T, labels (-1: ignored) and document starts, (B, T + 1) each.

@@ -115,7 +115,7 @@ class Dynamics(nn.Module):
 
 
 class Losses(nn.Module):
-    """The parts of the loss, given the logits of h and of each h^; compiled like `CrossEntropy`."""
+    """The parts of the loss, from states and their logits; compiled like `CrossEntropy`."""
 
     dynamic = True  # one compilation for chunks of all lengths
 
@@ -123,39 +123,49 @@ class Losses(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, names, targets, token_weights, state_weights, h, predicted, logits, predicted_logits):
+    def forward(self, names, targets, token_weights, state_weights, states, logits):
         """Return the nll and the parts `names` of N positions, each averaged over i = 1 ... d.
 
-        targets: (N,); weights: (N, d + 1), column i for predictions i steps ahead; h: (N, C) and
-        predicted: d times (N, C); logits: (N, V) and predicted_logits: d times (N, V), or none.
+        targets: (N,); weights: (N, d + 1), column i for predictions i steps ahead; states: h and
+        d times h^, (N, C) each; logits: of these states, or of h alone, (N, V) each.
         """
-        c = self.config
-        torch._check(logits.shape[-1] == c.vocab_size)  # see `CrossEntropy`
-        log_p = self.log_probs(logits)
-        nll = (F.nll_loss(log_p, targets, ignore_index=-1, reduction='none') * token_weights[:, 0]).sum()
-        log_p, parts = log_p.detach(), dict.fromkeys(names, 0.0)
-        p = log_p.exp() if 'kl' in names else None
-        goal = h.detach() if c.stop_target else h
-        for i, h_hat in enumerate(predicted, 1):
-            if 'next_hidden' in names:
-                distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
-                errors = distance(h_hat, goal, reduction='none').mean(-1)
-                parts['next_hidden'] += (errors * state_weights[:, i]).sum() / c.horizon
-            if predicted_logits:  # of 'kl' or 'ce'
-                log_q = self.log_probs(predicted_logits[i - 1])
-            if 'kl' in names:  # KL(p(.|h) || p(.|h^))
-                nats = (p * (log_p - log_q)).sum(-1)
-                parts['kl'] += (nats * token_weights[:, i]).sum() / c.horizon
-            if 'ce' in names:
-                nats = F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
-                parts['ce'] += (nats * token_weights[:, i]).sum() / c.horizon
-        return {'nll': nll} | parts
+        torch._check(logits[0].shape[-1] == self.config.vocab_size)  # see `CrossEntropy`
+        (h, *predicted), (log_p, *log_q) = states, map(self.log_probs, logits)
+        parts = {'nll': mean(self.ce(targets, [log_p]), token_weights[:, :1])}
+        if 'next_hidden' in names:
+            parts['next_hidden'] = mean(self.next_hidden(h, predicted), state_weights[:, 1:])
+        if 'kl' in names:
+            parts['kl'] = mean(self.kl(log_p, log_q), token_weights[:, 1:])
+        if 'ce' in names:
+            parts['ce'] = mean(self.ce(targets, log_q), token_weights[:, 1:])
+        return parts
+
+    def next_hidden(self, h, predicted):
+        """Return the distance of each h^ from h (L_next-h), d times (N,)."""
+        distance = F.mse_loss if self.config.state_loss == 'mse' else F.smooth_l1_loss
+        goal = h.detach() if self.config.stop_target else h
+        return [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
+
+    def kl(self, log_p, log_q):
+        """Return KL(p(.|h) || p(.|h^)) for each h^ (L_KL), d times (N,)."""
+        log_p = log_p.detach()
+        p = log_p.exp()
+        return [(p * (log_p - q)).sum(-1) for q in log_q]
+
+    def ce(self, targets, log_q):
+        """Return the cross-entropy of the targets for each of log_q, a list, (N,) each."""
+        return [F.nll_loss(q, targets, ignore_index=-1, reduction='none') for q in log_q]
 
     def log_probs(self, logits):
         """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
         if not self.config.pad_rows_in_loss:
             logits = logits[:, :self.config.n_ids]
         return at_least_fp32(logits).log_softmax(-1)
+
+
+def mean(losses, weights):
+    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
+    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))
 
 
 class Model(nn.Module):
@@ -211,41 +221,42 @@ class Model(nn.Module):
 
         loss = nll + lambda_h next_hidden + lambda_kl kl (or ce). Each part is averaged over i =
         1 ... d and over positions (algorithm 1). Evaluation always reports next_hidden and kl.
-
-        A prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s
-        is -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
         """
-        c, T = self.config, idx.shape[1]
+        c = self.config
         targets = counted_targets(idx, targets, c.eos_id)
         states = [self.final_hidden(idx)]  # states[i][:, s]: h_s (i = 0), or h^_s after i steps of p_psi from h_{s-i}
         for _ in range(self.horizon):
             predicted = self.p_psi(states[-1][:, :-1], idx[:, 1:])
             states.append(F.pad(predicted, (0, 0, 1, 0)))  # the first i positions have no prediction
-        doc_start = 0 if c.eos_id is None else document_starts(idx, c.eos_id)
-        age = torch.arange(T, device=idx.device).expand_as(idx) - doc_start  # positions since the document's start
-        same_document = age.unsqueeze(-1) >= torch.arange(self.horizon + 1, device=idx.device)  # (B, T, d + 1)
+        rows = [x.flatten(0, 1) for x in (targets, *self._weights(idx, targets), *states)]
+        return chunked_loss(self._losses, rows, self.parameters(), (self.horizon + 1) * c.vocab_size)
+
+    def _weights(self, idx, targets):
+        """Return weights of losses on tokens and on states, (B, T, d + 1) each: columns sum to 1.
+
+        A prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s
+        is -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
+        """
+        doc_start = 0 if self.config.eos_id is None else document_starts(idx, self.config.eos_id)
+        age = torch.arange(idx.shape[1], device=idx.device).expand_as(idx) - doc_start  # positions since its start
+        same_document = age.unsqueeze(-1) >= torch.arange(self.horizon + 1, device=idx.device)
         counted = same_document & (targets >= 0).unsqueeze(-1)
-        token_weights, state_weights = (x / x.sum((0, 1)).clamp(min=1) for x in (counted, same_document))
-        rows = [x.flatten(0, 1) for x in (targets, token_weights, state_weights, *states)]
-        width = (self.horizon + 1) * c.vocab_size
-        return chunked_loss(self._losses, rows, self.parameters(), width)
+        return [x / x.sum((0, 1)).clamp(min=1) for x in (counted, same_document)]
 
     def _lambdas(self):
-        """Return {name: weight} of the loss parts to compute."""
+        """Return {part: its weight in the loss}, 0 for parts that are off."""
         c = self.config
-        if c.objective == 'ntp':
-            return {}
-        lambdas = {'next_hidden': c.lambda_h, c.token_loss: c.lambda_kl}
-        lambdas = {name: weight for name, weight in lambdas.items() if weight}
-        return lambdas if self.training else {'next_hidden': 0.0, 'kl': 0.0} | lambdas
+        lambdas = {'next_hidden': c.lambda_h, 'kl': 0.0, 'ce': 0.0} | {c.token_loss: c.lambda_kl}
+        return lambdas if c.objective == 'nextlat' else dict.fromkeys(lambdas, 0.0)
 
-    def _losses(self, targets, token_weights, state_weights, h, *predicted):
-        """Return the loss of a chunk of positions, its nll and the parts named by `_lambdas`."""
-        lambdas = self._lambdas()
-        has_logits = 'kl' in lambdas or 'ce' in lambdas
-        predicted_logits = [self._logits(h_hat, self.config.stop_head) for h_hat in predicted if has_logits]
-        parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, h, predicted, self._logits(h),
-                            predicted_logits)
+    def _losses(self, targets, token_weights, state_weights, *states):
+        """Return the loss of a chunk of positions, its nll and the other parts."""
+        h, *predicted = states
+        reported = ('next_hidden', 'kl') if predicted and not self.training else ()
+        lambdas = {name: weight for name, weight in self._lambdas().items() if weight or name in reported}
+        of_tokens = 'kl' in lambdas or 'ce' in lambdas
+        further = [self._logits(h_hat, self.config.stop_head) for h_hat in predicted if of_tokens]
+        parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, states, [self._logits(h), *further])
         return {'loss': parts['nll'] + sum(weight * parts[name] for name, weight in lambdas.items())} | parts
 
     def _logits(self, h, frozen=False):

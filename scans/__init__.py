@@ -1,10 +1,13 @@
 """Optional fast implementations of the recurrences; without them, equations run step by step."""
 import functools
+import hashlib
+import inspect
+import io
 import os
 import sys
+import textwrap
+import tokenize
 from pathlib import Path
-
-from attn_kernels import digest
 
 try:
     import triton
@@ -48,6 +51,23 @@ def pinned(model, fast):
     _warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step, without '
                f'scans.{name} ({why})' + hint * (not is_copy))
     return None
+
+
+def digest(*objects):
+    """Return a fingerprint of code: objects or text. It ignores comments, docstrings and layout."""
+    return hashlib.sha256('\n'.join(map(_code, objects)).encode()).hexdigest()[:16]
+
+
+def _code(x):
+    code, starts_statement = '', True
+    text = x if isinstance(x, str) else textwrap.dedent(inspect.getsource(x))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        if token.type != tokenize.STRING or not starts_statement:
+            code += token.string
+        starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    return code
 
 
 @functools.cache

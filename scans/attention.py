@@ -20,9 +20,7 @@ import functools
 
 import torch
 
-from attn_kernels import digest
-
-from . import constexpr, jit, kernels_on_cpu, tl, triton
+from . import constexpr, digest, jit, kernels_on_cpu, tl, triton
 
 PINS = ('3e382cfc3b4eff13', '8b701bc9aab89c39')  # digests of `sees` in model_standard.py and model_sps.py
 TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a tile}; no spills on an H100

@@ -78,11 +78,15 @@ def document_starts(idx, eos_id):
 
 
 def sequence(T, streams, device, doc_start=None):
-    """Return the `Tokens` of [x | rho] or of one stream: int32 for speed, (1 or B, S T)."""
-    pos = torch.arange(T, device=device, dtype=torch.int32).repeat(1, len(streams))
-    stream = torch.tensor([streams], device=device, dtype=torch.int32).repeat_interleave(T, 1)
-    start = torch.zeros_like(pos) if doc_start is None else doc_start.int().repeat(1, len(streams))
-    return Tokens(pos, stream, start)
+    """Return the `Tokens` of positions 0 ... T - 1 of S streams: int32 for speed, (1 or B, S T)."""
+    return stream_tokens(torch.arange(T, device=device, dtype=torch.int32).unsqueeze(0), streams, doc_start)
+
+
+def stream_tokens(pos, streams, doc_start=None):
+    """Return the `Tokens` of [x | rho] or of one stream. pos, doc_start: (1 or B, n)."""
+    stream = torch.cat([torch.full_like(pos, stream) for stream in streams], 1)
+    doc_start = torch.zeros_like(pos) if doc_start is None else doc_start.to(pos.dtype)
+    return Tokens(pos.repeat(1, len(streams)), stream, doc_start.repeat(1, len(streams)))
 
 
 def _seen(sees, q, k):
@@ -512,12 +516,12 @@ class Slots:
 def _reach(sees, n, stream, n_streams, device):
     """Return the longest distance from a query to a key of this stream, over n positions."""
     device = 'cpu' if torch.device(device).type == 'meta' else device
-    key, queries = (sequence(n, streams, device) for streams in ([stream], [*range(n_streams)]))
+    k = sequence(n, [stream], device)
     step, reach = max(1, 2 ** 22 // n), 0
     for b in range(n, 0, -step):  # from the end, where distances are longest
         if reach < b - 1:
-            q = Tokens(*(x.unflatten(1, (n_streams, n))[..., max(0, b - step):b].flatten(1) for x in queries))
-            seen = _seen(sees, q, key)[0]
+            q = stream_tokens(k.pos[:, max(0, b - step):b], range(n_streams))
+            seen = _seen(sees, q, k)[0]
             first = torch.where(seen.any(1), seen.byte().argmax(1), q.pos[0])  # the first key that each query sees
             reach = max(reach, int((q.pos[0] - first).max()))
     return reach
@@ -562,8 +566,7 @@ class Piece:
             (_, T), device = self.tokens.shape, self.tokens.device
             doc_start = None if cache.eos_id is None else self.doc_start
             return _new_mask(model, slots.sees, T, device, doc_start, keys, queries, False)
-        stream = torch.cat([torch.full_like(self.positions, stream) for stream in queries], 1)
-        q = Tokens(self.positions.repeat(1, len(queries)), stream, self.doc_start.repeat(1, len(queries)))
+        q = stream_tokens(self.positions, queries, self.doc_start)
         used = slots.used(len(keys), self.end)
         k = Tokens(slots.pos[:, used], slots.stream[:, used])
         return dense_mask(model, slots.sees, q, k, cache.hidden.dtype)
@@ -661,54 +664,49 @@ def chunked_loss(fn, rows, params, width, shared=()):
     Returns the sums over all rows, in fp32, by name. Only the loss has gradients. They are computed
     chunk by chunk, in the forward pass.
     """
-    names = []
-
-    def values_of(*inputs):
-        sums = fn(*inputs)
-        names[:] = sums
-        return sums.values()
-
     values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
     n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *shared, *params)):
-        values = _ChunkedLoss.apply(values_of, n_chunks, len(rows), len(shared), *rows, *shared, *params)
-    else:
-        values = _sums([values_of(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
-    return dict(zip(names, values))
+        names = []  # filled by the forward pass
+        sums = _ChunkedLoss.apply(fn, names, n_chunks, len(rows), len(shared), *rows, *shared, *params)
+        return dict(zip(names, sums))
+    return _sums([fn(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
 
 
-def _sums(values_of_chunks):
-    return tuple(sum(at_least_fp32(x) for x in values) for values in zip(*values_of_chunks))
+def _sums(chunks):
+    """Add up the results of chunks by name, in fp32."""
+    return {name: sum(at_least_fp32(chunk[name]) for chunk in chunks) for name in chunks[0]}
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, fn, n_chunks, n_rows, n_shared, *tensors):
+    def forward(ctx, fn, names, n_chunks, n_rows, n_shared, *tensors):
         rows = tensors[:n_rows]
         shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
         params = [*shared, *tensors[n_rows + n_shared:]]
-        row_grads, param_grads, sums = [[] for _ in rows], [None] * len(params), []
+        row_grads, param_grads, results = [[] for _ in rows], [None] * len(params), []
         for chunk in zip(*(x.tensor_split(n_chunks) for x in rows)):  # no chunk of one row, which would recompile
             chunk = [x.detach().requires_grad_(whole.requires_grad) for x, whole in zip(chunk, rows)]
             with torch.enable_grad():
-                total, *parts = fn(*chunk, *shared)
+                result = fn(*chunk, *shared)
             inputs = [*(x for x in chunk if x.requires_grad), *params]
-            grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
+            grads = list(torch.autograd.grad(next(iter(result.values())), inputs, allow_unused=True))
             for kept, x in zip(row_grads, chunk):
                 if x.requires_grad:
                     grad = grads.pop(0)
                     kept.append(torch.zeros_like(x) if grad is None else grad)
             param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads)]
-            sums.append([x.detach() for x in (total, *parts)])
+            results.append({name: x.detach() for name, x in result.items()})
         ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
-        total, *parts = _sums(sums)
+        names[:] = results[0]
+        total, *parts = _sums(results).values()
         ctx.mark_non_differentiable(*parts)
         return total, *parts
 
     @staticmethod
     def backward(ctx, grad, *_):
-        return None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
+        return None, None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
 
 
 # ---- sizes ----
@@ -755,7 +753,6 @@ def mean_keys(sees, T, keys=(0,), queries=None):
     """Return how many keys the queries of a position attend to, mean over T (sampled if > 2048)."""
     if isinstance(sees, list):
         return sum(mean_keys(pattern, T, keys, queries) for pattern in sees) / len(sees)
-    queries, n = queries or keys, min(T, 2 ** 22 // T + 1)
-    pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().long()
-    q = Tokens(*(x.unflatten(1, (-1, T))[..., pos].flatten(1) for x in sequence(T, queries, 'cpu')))
-    return _seen(sees, q, sequence(T, keys, 'cpu')).sum().item() / len(pos)
+    n = min(T, 2 ** 22 // T + 1)
+    pos = ((torch.arange(n) + 0.5) * (T / n) - 0.5).round().int().unsqueeze(0)
+    return _seen(sees, stream_tokens(pos, queries or keys), sequence(T, keys, 'cpu')).sum().item() / n

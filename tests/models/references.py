@@ -2,6 +2,8 @@
 import torch
 import torch.nn.functional as F
 
+import attn_kernels
+
 # ---- layers, from their equations ----
 
 def rms_norm(x, layer, eps=1e-5):
@@ -47,12 +49,7 @@ def transformer_block(h, layer, position, seen, eps=1e-5):
     return h + (F.silu(gate) * up) @ layer.ffn_out.weight.T
 
 
-# ---- models and tokens ----
-
-def document_numbers(idx, eos_id):
-    """Return how many documents ended before each token of idx (..., T)."""
-    return F.pad(idx[..., :-1] == (-1 if eos_id is None else eos_id), (1, 0)).cumsum(-1)
-
+# ---- models, tokens and patterns ----
 
 def random_model(file, n, std=0.2, **config):
     """Return a float64 model with large weights, so that each counts; n windows with eos (59)."""
@@ -64,6 +61,11 @@ def random_model(file, n, std=0.2, **config):
     return model, idx.masked_fill(torch.rand(n, 23) < 0.15, 59)
 
 
+def document_numbers(idx, eos_id):
+    """Return how many documents ended before each token of idx (..., T)."""
+    return F.pad(idx[..., :-1] == (-1 if eos_id is None else eos_id), (1, 0)).cumsum(-1)
+
+
 def some_tokens(B, T, seed=0):
     """Return random ids with documents of various lengths, including empty ones."""
     generator = torch.Generator().manual_seed(seed)
@@ -71,6 +73,14 @@ def some_tokens(B, T, seed=0):
     idx[torch.rand(B, T, generator=generator) < 0.1] = 59
     idx[0, 4:6] = 59
     return idx
+
+
+def dense_mask(sees, T, doc_start, keys, queries):
+    """Return the dense boolean mask of a pattern, (1 or B, n_q, n_k)."""
+    rows = [[(t, s) for s in streams for t in range(T)] for streams in (queries, keys)]
+    q, k = (torch.tensor(tokens).unsqueeze(1 - i).unbind(-1) for i, tokens in enumerate(rows))
+    starts = [0] if doc_start is None else [row.repeat(len(queries))[:, None] for row in doc_start]
+    return torch.stack([sees(attn_kernels.Tokens(*q, start), attn_kernels.Tokens(*k)) for start in starts])
 
 
 @torch.no_grad()
@@ -97,3 +107,17 @@ def assert_near(got, want, tolerance, all_matter=True):
     for name, x in want.items():
         assert x.isfinite().all() and (x.any() or not all_matter), name
         assert (got[name] - x).norm() <= tolerance * x.norm(), name
+
+
+def gradients(function, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]  # keeps the strides
+    out = function(*inputs)
+    cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
+    return out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))
+
+
+def assert_close(got, want, tolerance):
+    assert want[0].abs().max() > 0
+    for g, w in zip(got, want, strict=True):
+        assert w.isfinite().all()
+        assert (g.double() - w).abs().max() <= tolerance * (1 + w.abs().max()), (g.double() - w).abs().max()

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import run_subprocess, succeeded
-from references import decode, dense_attention, some_tokens
-from test_models import make, small_model
+from references import assert_close, decode, dense_attention, dense_mask, gradients, some_tokens
+from variants import make, small_model
 
 import attn_kernels as K
 import model_nextlat
@@ -35,28 +35,6 @@ def documents(kind, B, T):
         idx[0, [0, T - 1]] = 9
         idx[1, [i for i in (15, 63, 64, 255, 256, 299) if i < T]] = 9
     return K.document_starts(idx, 9)
-
-
-def dense_mask(sees, T, doc_start, keys, queries):
-    """Return the dense boolean mask of a pattern, (1 or B, n_q, n_k)."""
-    rows = [[(t, s) for s in streams for t in range(T)] for streams in (queries, keys)]
-    q, k = (torch.tensor(tokens).unsqueeze(1 - i).unbind(-1) for i, tokens in enumerate(rows))
-    starts = [0] if doc_start is None else [row.repeat(len(queries))[:, None] for row in doc_start]
-    return torch.stack([sees(K.Tokens(*q, start), K.Tokens(*k)) for start in starts])
-
-
-def gradients(function, *inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]  # keeps the strides
-    out = function(*inputs)
-    cotangent = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
-    return out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype))
-
-
-def assert_close(got, want, tolerance):
-    assert want[0].abs().max() > 0
-    for g, w in zip(got, want, strict=True):
-        assert w.isfinite().all()
-        assert (g.double() - w).abs().max() <= tolerance * (1 + w.abs().max()), (g.double() - w).abs().max()
 
 
 X, RHO, BOTH = (0,), (1,), (0, 1)
@@ -93,9 +71,10 @@ def test_attention_equals_dense_masked_attention(method, values, T, kind, querie
 
 def test_flex_attention_visits_at_most_15_percent_more_pairs_than_needed():
     T, sees = 4096, pattern('sps').sees
+    tokens = K.sequence(T, BOTH, 'cpu')
     blocks, _ = K.flex_mask(sees, None, T, 'cpu', None, BOTH, BOTH)
     visited = (blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()).item() * 128 ** 2
-    assert visited <= 1.15 * K._whole_mask(sees, T, None, BOTH, BOTH, 'cpu').sum().item()
+    assert visited <= 1.15 * K._seen(sees, tokens, tokens).sum().item()
 
 
 @pytest.mark.parametrize('T', [129, 520])
@@ -254,27 +233,23 @@ def test_a_compiled_loss_equals_eager_and_compiles_once(name, n_ids, device):
     from torch._dynamo.utils import counters
     torch.compiler.reset()
     counters.clear()
-    V, C, d = 320, 16, 2
+    V, C, d, module = 320, 16, 0, K.CrossEntropy(320, n_ids)
     if name == 'nextlat':
-        module = model_nextlat.Losses(model_nextlat.Config(
-            n_layer=1, n_head=1, n_embd=C, horizon=d, vocab_size=V, n_ids=n_ids or V, pad_rows_in_loss=n_ids is None,
-            stop_target=False))
-    else:
-        module, d = K.CrossEntropy(V, n_ids), 0
+        values = dict(n_layer=1, n_head=1, n_embd=C, vocab_size=V, n_ids=n_ids, pad_rows_in_loss=False)
+        d, module = 2, model_nextlat.Losses(model_nextlat.Config(horizon=2, stop_target=False, **values))
     compiled = copy.deepcopy(module)
     compiled.compile(dynamic=module.dynamic)
     for N, dtype, tolerance in ((769, torch.float32, 1e-6), (101, torch.float32, 1e-6), (769, torch.bfloat16, 2 ** -8)):
         torch.manual_seed(N)
-        logits, h = (3 * torch.randn(1 + d, N, V, device=device)).to(dtype), torch.randn(1 + d, N, C, device=device)
+        logits, states = 3 * torch.randn(1 + d, N, V, device=device), torch.randn(1 + d, N, C, device=device)
         weights, targets = torch.rand(N, 1 + d, device=device), torch.randint(-1, 300, (N,), device=device)
 
         def run(module, *inputs):
             if not d:
-                return module(inputs[0], targets).view(1)
-            (logits, *further), (h, *predicted) = inputs[:1 + d], inputs[1 + d:]
-            parts = 'next_hidden', 'kl', 'ce'
-            return torch.stack([*module(parts, targets, weights, weights, h, predicted, logits, further).values()])
-        results, inputs = [], (*logits, *h) if d else logits[:1]
+                return module(*inputs, targets).view(1)
+            parts = module(('next_hidden', 'kl', 'ce'), targets, weights, weights, inputs[1 + d:], inputs[:1 + d])
+            return torch.stack([*parts.values()])
+        results, inputs = [], [*logits.to(dtype), *(states if d else ())]
         for side in (module, compiled):
             with torch.no_grad():
                 without = run(side, *inputs)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from conftest import saved_bytes
 from references import assert_near, document_numbers, gelu, loss_and_gradients, rms_norm, rotary, transformer_block
-from torch.utils.flop_counter import FlopCounterMode
 
 import attn_kernels
 from lm_architectures.run import models
@@ -88,39 +87,33 @@ def ahead(name, model, x, t, encoded):
 
 def paper_losses(name, model, idx, targets, cap=None):
     """Return {'loss', 'nll', parts} from the paper's equations."""
-    c, head = model.config, model.head.weight
+    c, head, terms = model.config, model.head.weight, collections.defaultdict(list)
     log_p = lambda h, weight=head: soft_cap(weight @ h, cap).log_softmax(-1)
-    nll, h_terms, kl_terms, ce_terms = [], *([[] for _ in range(c.horizon)] for _ in range(3))
-    is_nextlat = getattr(c, 'objective', None) == 'nextlat'
+    weights, reported = {'further_tokens': getattr(c, 'lambda_mtp', 0)}, ()
+    if name == 'nextlat':
+        weights = {'next_hidden': c.lambda_h, c.token_loss: c.lambda_kl} if c.objective == 'nextlat' else {}
+        reported = ('next_hidden', 'kl') if weights and not model.training else ()
     for x, y in zip(idx, targets):
-        T, encoded = len(x), encode(model, x)
-        documents, _, h = encoded
-        counts = [bool(y[t] >= 0) and not (c.eos_id is not None and x[t] == c.eos_id) for t in range(T)]
-        nll += [-log_p(h[t])[y[t]] for t in range(T) if counts[t]]
-        for t in range(T if is_nextlat or name != 'nextlat' else 0):
-            in_document = [s for s in range(t + 1, min(t + c.horizon + 1, T)) if documents[s] == documents[t]]
+        encoded = documents, _, h = encode(model, x)
+        counts = (y >= 0) & (x != (-1 if c.eos_id is None else c.eos_id))
+        terms['nll', 0] += [-log_p(h[t])[y[t]] for t in range(len(x)) if counts[t]]
+        for t in range(len(x) if weights else 0):
+            in_document = [s for s in range(t + 1, min(t + c.horizon + 1, len(x))) if documents[s] == documents[t]]
             for i, (s, guess) in enumerate(zip(in_document, ahead(name, model, x, t, encoded))):
-                if is_nextlat:
-                    h_terms[i].append(state_loss(guess, h[s].detach() if c.stop_target else h[s], c.state_loss))
-                log_q = log_p(guess, head.detach() if is_nextlat and c.stop_head else head)
+                if name == 'nextlat':
+                    goal = h[s].detach() if c.stop_target else h[s]
+                    terms['next_hidden', i].append(state_loss(guess, goal, c.state_loss))
+                log_q = log_p(guess, head.detach() if getattr(c, 'stop_head', False) else head)
                 if counts[s]:
                     p = log_p(h[s]).detach()
-                    kl_terms[i].append((p.exp() * (p - log_q)).sum())
-                    ce_terms[i].append(-log_q[y[s]])
-    mean = lambda terms: torch.stack(terms).mean() if terms else torch.zeros((), dtype=head.dtype)
-    over_horizons = lambda lists: torch.stack([mean(terms) for terms in lists]).mean()
-    parts = {'nll': mean(nll)}
-    parts['loss'] = parts['nll']
-    if is_nextlat:
-        weights = {'next_hidden': c.lambda_h, c.token_loss: c.lambda_kl}
-        for name, terms in ('next_hidden', h_terms), ('kl', kl_terms), ('ce', ce_terms):
-            if weights.get(name) or not model.training and name != 'ce':
-                parts[name] = over_horizons(terms)
-                parts['loss'] = parts['loss'] + weights.get(name, 0) * parts[name]
-    if name in ('mtp', 'jtp'):
-        parts['further_tokens'] = over_horizons(ce_terms)
-        parts['loss'] = parts['loss'] + c.lambda_mtp * parts['further_tokens']
-    return parts
+                    terms['kl', i].append((p.exp() * (p - log_q)).sum())
+                    terms['ce', i].append(-log_q[y[s]])
+    terms |= {('further_tokens', i): terms['ce', i] for i in range(c.horizon)}
+    mean = lambda part, i: torch.stack(terms[part, i]).mean() if terms[part, i] else torch.zeros((), dtype=head.dtype)
+    parts = {part: sum(mean(part, i) for i in range(c.horizon)) / c.horizon
+             for part in {**weights, **dict.fromkeys(reported)} if weights.get(part) or part in reported}
+    nll = mean('nll', 0)
+    return {'loss': nll + sum(weights.get(part, 0) * x for part, x in parts.items()), 'nll': nll} | parts
 
 
 SWITCHES = [dict(), dict(token_loss='ce'), dict(stop_target=False), dict(stop_head=False),
@@ -183,19 +176,15 @@ def test_draft_probabilities_are_those_that_training_scores(name, case, document
     idx[0, 4] = idx[1, 1] = EOS
     cache = model.new_cache(3, 12, max_call=4)
     model.extend(idx[:, :6], cache, torch.tensor([4, 6, 5]))
-    run = torch.cat([torch.stack([idx[0, 4:7], idx[1, 6:9], idx[2, 5:8]]), torch.zeros(3, 1, dtype=torch.int64)], 1)
+    run = torch.stack([F.pad(idx[b, n:n + 3], (0, 1)) for b, n in enumerate([4, 6, 5])])
     model.extend(run, cache, torch.tensor([3, 3, 2]))
     undone = model.draft(run[:, 0], cache, 2, lambda logits: (logits.argmax(-1), logits.softmax(-1)))
     assert undone[0].shape == (3, 2)  # the rollback below discards it
     cache.rollback(torch.tensor([1, 0, 1]))
     held = [6, 9, 6]  # tokens kept per row; from here on each row is in one document
     assert cache.lengths.tolist() == held
-    token = torch.stack([idx[b, n] for b, n in enumerate(held)])
-    chosen, choices = [], iter([3, 7, 11])
-
-    def pick(logits):
-        chosen.append(torch.full((3,), next(choices)))
-        return chosen[-1], logits.softmax(-1)
+    token, choices = idx[[0, 1, 2], held], iter([3, 7, 11])
+    pick = lambda logits: (torch.full((3,), next(choices)), logits.softmax(-1))
     first = model.draft(token, cache, 1, pick)
     more = model.draft(first[0][:, 0], cache, 2, pick)
     tokens, probs = (torch.cat(pair, 1) for pair in zip(first, more, strict=True))
@@ -205,18 +194,6 @@ def test_draft_probabilities_are_those_that_training_scores(name, case, document
         for found, guess in zip(probs[b, :, :20], ahead(name, model, x, n - 1, encode(model, x))):
             want = soft_cap(model.head.weight @ guess, 2.0)[:20].softmax(-1)
             assert (found - want).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize('name, case', [
-    ('nextlat', dict(objective='ntp')), ('nextlat', dict(n_dynamics=5)), ('mtp', {}), ('jtp', {})])
-def test_flops_per_token_equal_a_hand_count(name, case):
-    model, C, T = make(name, horizon=2, tied_head=True, **case), 16, 8
-    block, head, layers = 4 * C * C + 3 * C * model.config.n_ffn, 24 * C, 4 if name == 'mtp' else 2
-    dynamics = 2 * (2 * C * 5 + 5 * 5 + 5 * C) + 2 * head * 4 / 6
-    further = {'nextlat': 0 if 'objective' in case else dynamics, 'mtp': 2 * (block + head),
-               'jtp': 3 * 3 * C * C + 2 * C * C + 2 * head}  # 3 inputs (h, two tokens), 2 outputs
-    weights = 2 * block + head + further[name]
-    assert model.flops_per_token(T) == pytest.approx(6 * weights + 12 * layers * C * (T + 1) / 2)
 
 
 def test_mtp_memory_hardly_grows_with_the_horizon():
@@ -318,12 +295,3 @@ def test_bsts_hidden_layer_is_computed_in_chunks_of_pairs(monkeypatch):
     model(tokens, tokens)['loss'].backward()
     n_pairs = 101 * 102 // 2 + 100
     assert max(hidden) < 0.1 * n_pairs and widths[0] >= 2 * 24 + 64  # two softmaxes and the hidden layer
-
-
-def test_flops_per_token_of_bst_equal_the_flop_counter():
-    """Attention is not counted, but it is small in this model."""
-    model = make('bst', None, torch.float32, n_embd=64, n_text=16, vocab_size=2048, pair_share=0.5)
-    tokens = torch.zeros(1, 32, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, tokens)['loss'].backward()
-    assert counter.get_total_flops() == pytest.approx(32 * model.flops_per_token(32), rel=0.02)

@@ -7,7 +7,7 @@ future. So besides the next-token loss, a small network p_psi learns to predict 
 the token x_{t+1}; the Transformer itself is unchanged. p_psi also drafts for speculative decoding:
 applied to its own output, it proposes any number of tokens without running the Transformer.
 
-Read `Model.forward` and `Model._losses`, then `draft`. The baselines MTP, JTP and BST have their
+Read `Model.forward` and `Losses`, then `draft`. The baselines MTP, JTP and BST have their
 own files. All initialize the Transformer first, so the same seed gives it the same weights.
 
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
@@ -114,6 +114,11 @@ class Dynamics(nn.Module):
         return h + self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
+def mean(losses, weights):
+    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
+    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))
+
+
 class Losses(nn.Module):
     """The parts of the loss, from states and their logits; compiled like `CrossEntropy`."""
 
@@ -161,11 +166,6 @@ class Losses(nn.Module):
         if not self.config.pad_rows_in_loss:
             logits = logits[:, :self.config.n_ids]
         return at_least_fp32(logits).log_softmax(-1)
-
-
-def mean(losses, weights):
-    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
-    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))
 
 
 class Model(nn.Module):

@@ -148,7 +148,7 @@ def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(variant):
         torch.manual_seed(0)
         model, calls = small_model(name, values | more).train(), []
         for block in model.modules():
-            if type(block).__name__ == 'Block':
+            if type(block).__name__.endswith('Block'):
                 next(block.children()).register_forward_hook(lambda *_, calls=calls: calls.append(1))
         model(idx, idx)['loss'].backward()
         found.append((len(calls), [p.grad for p in model.parameters()]))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import saved_bytes
 from references import assert_near, document_numbers, gelu, loss_and_gradients, rms_norm, rotary, transformer_block
+from variants import small_model
 
 import attn_kernels
 from lm_architectures.run import models
@@ -15,12 +16,14 @@ from lm_architectures.run import models
 EOS = 19
 
 
+SIZES = dict(n_layer=2, n_embd=16, vocab_size=24, n_ids=20)
+
+
 def make(name='nextlat', eos_id=EOS, dtype=torch.float64, cap=None, **values):
     """Return a small model with large weights. cap: soft cap of the logits, as in a fork."""
     torch.manual_seed(0)
-    module = models.model_file(name)
-    shape = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20) | (dict(n_text=24) if name == 'bst' else {})
-    model = module.Model(module.Config(eos_id=eos_id, **shape | values)).to(dtype)
+    own = dict(n_text=24) if name == 'bst' else {}
+    model = small_model(name, SIZES | dict(eos_id=eos_id) | own | values).to(dtype)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.dim() >= 2 else torch.nn.init.uniform_(p, 0.5, 1.5)
     if cap:
@@ -154,10 +157,8 @@ def test_losses_and_gradients_do_not_depend_on_chunk_length(name, T, monkeypatch
 def test_one_seed_gives_all_models_the_same_transformer():
     def trunk(name, **values):
         torch.manual_seed(0)
-        module = models.model_file(name)
-        model = module.Model(module.Config(n_layer=2, n_head=2, n_embd=16, vocab_size=24, n_ids=20, eos_id=None,
-                                           **values))
-        tensors = {key.removeprefix('forward_encoder.'): p for key, p in model.named_parameters()}
+        tensors = small_model(name, SIZES | dict(eos_id=None) | values).state_dict()
+        tensors = {key.removeprefix('forward_encoder.'): p for key, p in tensors.items()}
         return {key: p for key, p in tensors.items() if key.split('.')[0] in ('embed', 'blocks', 'norm', 'head')}
     want = trunk('standard', n_ffn=128, tied_head=False)
     for name, values in (('nextlat', dict(objective='ntp')), ('nextlat', {}), ('mtp', dict(horizon=2)), ('jtp', {}),

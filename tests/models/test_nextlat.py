@@ -1,6 +1,5 @@
 """NextLat, MTP, JTP and BST against their papers in float64; drafts against full forwards."""
 import collections
-import functools
 import itertools
 
 import pytest
@@ -210,45 +209,35 @@ def test_mtp_memory_hardly_grows_with_the_horizon():
 
 def pair_losses(model, idx, targets, cap):
     """Return {'loss', 'nll', parts}, computed pair by pair from the definition."""
-    c = model.config
+    c, (nll, nexts, previous) = model.config, ([], [], [])
 
-    @functools.cache
-    def last_vector(encoder, x, empty):
-        """Encode x, a tuple of tokens in reading order, and return the vector of the last one."""
-        if not x:
-            return empty
-        h = model.embed.weight[list(x)]
+    def states(encoder, x, document):
+        h = model.embed.weight[x]
         for layer in encoder.blocks:
-            h = block(h, layer, torch.zeros(len(x)))
-        return rms_norm(h, encoder.norm)[-1]
+            h = block(h, layer, document)
+        return rms_norm(h, encoder.norm)
 
     def nats(f, b, head, label):
         hidden = model.text_f.weight @ f + model.text_b.weight @ b
         logits = head.weight @ (model.text_out.weight @ F.gelu(hidden))
         return F.cross_entropy(soft_cap(logits, cap if head is model.head else None), label)
 
-    nll, nexts, previous = [], [], []
     for row, y in zip(idx, targets):
-        T, x = len(row), (*row.tolist(), *y[-1:][y[-1:] >= 0].tolist())
-        counts = [bool(y[0] >= 0), *(y >= 0).tolist()]
-        document = document_numbers(torch.tensor(x), c.eos_id).tolist()
-        read = lambda t, positions: tuple(x[s] for s in positions if document[s] == document[t])  # in t's document
-        for t in range(T):
-            if y[t] >= 0 and row[t] != c.eos_id:
-                f = last_vector(model.forward_encoder, read(t, range(t + 1)), model.no_prefix)
-                nll.append(nats(f, model.no_suffix, model.head, y[t]))
+        T, x = len(row), torch.cat([row, y[-1:][y[-1:] >= 0]])
+        counts, document = [bool(y[0] >= 0), *(y >= 0).tolist()], document_numbers(x, c.eos_id)
+        f = states(model.forward_encoder, x, document)
+        b = states(model.backward_encoder, x.flip(0), document.flip(0)).flip(0)
+        nll += [nats(f[t], model.no_suffix, model.head, y[t]) for t in range(T) if y[t] >= 0 and row[t] != c.eos_id]
         pairs = [(t, k) for t in range(T + 1) for k in range(c.min_k, T + 3 - t) if t + k >= 2]
         n = max(1, round(c.pair_share * len(pairs)))
         for t, k in [pairs[i * len(pairs) // n] for i in range(n)]:
             p, q = t, t + k - 2  # 0-based positions of x_{t+1} and x_{t+k-1}
             if max(p, q) >= len(x) or document[p] != document[q]:
                 continue
-            f = last_vector(model.forward_encoder, read(p, range(p)), model.no_prefix)
-            b = last_vector(model.backward_encoder, read(p, range(len(x) - 1, q, -1)), model.no_suffix)
-            if counts[p]:
-                nexts.append(nats(f, b, model.head, torch.tensor(x[p])))
-            if counts[q]:
-                previous.append(nats(f, b, model.previous_head, torch.tensor(x[q])))
+            prefix = f[p - 1] if p > 0 and document[p - 1] == document[p] else model.no_prefix
+            suffix = b[q + 1] if q + 1 < len(x) and document[q + 1] == document[q] else model.no_suffix
+            nexts += [nats(prefix, suffix, model.head, x[p])] * counts[p]
+            previous += [nats(prefix, suffix, model.previous_head, x[q])] * counts[q]
     nll, nexts, previous = (torch.stack(terms).mean() for terms in (nll, nexts, previous))
     return {'loss': nexts + previous, 'nll': nll, 'pair_next': nexts, 'pair_previous': previous}
 

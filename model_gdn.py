@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_kernels import (CrossEntropy, check_sizes, checkpointed, chunked_loss, counted_targets, mask_padding,
                           outside_graphs)
+from state_cache import StateCache
 
 try:
     from scans import gdn, pinned
@@ -96,7 +97,7 @@ class Block(nn.Module):
         c, C, H, K, D = config, config.n_embd, config.n_head, config.d_k, config.d_v
         self.layer, self.fast, self.chunk_len, self.checkpoints = layer, fast, c.chunk_len, c.checkpoint_blocks
         self.sizes, self.memory_shape = [H * K, H * K, H * D], (H, K, D)
-        self.token_shapes = (H, K), (H, K), (H, D), (H,), (H,)  # q, k, v, log_decay and beta of `step`, for the cache
+        self.widths = [sum(self.sizes), H, H]  # of qkv, beta and decay
         self.memory_norm = nn.RMSNorm(C, c.norm_eps)
         self.qkv = nn.Linear(C, sum(self.sizes), bias=False)
         self.conv = nn.Parameter(torch.empty(sum(self.sizes), c.conv_size))
@@ -172,13 +173,17 @@ class Block(nn.Module):
         def heads(x):  # (B, n, H size) -> (B, n, H, size), in fp32 like the memory
             return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.memory_shape[0], -1))
 
-        x = self.memory_norm(h)
-        qkv = self.qkv(x)
-        qkv = F.pad(qkv, (0, 0, self.conv.shape[1] - 1, 0)) if cache is None else cache.join(self.layer, qkv)
+        x, n_before = self.memory_norm(h), self.conv.shape[1] - 1
+        qkv, beta, decay = self.qkv(x), self.beta(x), self.decay(x)
+        if cache is None:
+            qkv = F.pad(qkv, (0, 0, n_before, 0))
+        else:  # earlier tokens come first: n_before for the convolution, then max_call for the memory
+            qkv, beta, decay = cache.join(self.layer, torch.cat([qkv, beta, decay], -1)).split(self.widths, -1)
+            beta, decay = beta[:, n_before:], decay[:, n_before:]
         q, k, v = map(heads, F.silu(short_convolution(qkv, self.conv, same_doc)).split(self.sizes, -1))
         q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)  # 1 / sqrt(K): official code
-        beta = torch.sigmoid(heads(self.beta(x)).squeeze(-1))  # (B, n, H)
-        log_decay = -self.log_rate.exp() * F.softplus(heads(self.decay(x)).squeeze(-1) + self.dt_bias)  # log alpha
+        beta = torch.sigmoid(heads(beta).squeeze(-1))  # (B, n, H)
+        log_decay = -self.log_rate.exp() * F.softplus(heads(decay).squeeze(-1) + self.dt_bias)  # log alpha
         if cache is None:
             memory_read, _ = self.scan(self.empty_memory(q), q, k, v, log_decay, beta, is_doc_start=is_doc_start)
         else:
@@ -244,7 +249,7 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty cache for batch_size rows. Its size does not depend on max_tokens."""
-        return Cache(self, batch_size, max_tokens, max_call, device or self.embed.weight.device)
+        return Cache(self, batch_size, max_call, device or self.embed.weight.device)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -269,79 +274,53 @@ class Model(nn.Module):
         return 6 * weights + 18 * self.memory_cells
 
 
-class Cache:
-    """Decoding state, whose size does not depend on the number of tokens.
+class Cache(StateCache):
+    """Each layer's memory without the last call's tokens, and these tokens' inputs, in windows.
 
-        a row's tokens   [ 0 1 ...         n - p - 1 | n - p ... n - 1 ]  p: n_pending <= max_call
-        memory           [ written                   |                 ]
-        pending          [                           | q, k, v, ...    ]
-        recent           [            W - 1 tokens   | and these       ]  convolution inputs, eos
+        a row's tokens   [ 0 1 ...                     | ... n - 1 ]
+        memory           [ n_written tokens            |           ]
+        windows          [              W - 1 tokens   | and these ]    inputs of each layer, is_eos
 
-    The next call writes the pending tokens, so `rollback` only has to lower their number.
+    The next call writes those that have not been rolled back.
     """
 
-    def __init__(self, model, batch_size, max_tokens, max_call, device):
-        c, B, n_recent = model.config, batch_size, model.config.conv_size - 1 + max_call
-        self.max_tokens, self.max_call, self.eos_id, self.conv_size = max_tokens, max_call, c.eos_id, c.conv_size
-        like = torch.empty(B, device=device, dtype=torch.promote_types(model.embed.weight.dtype, torch.float32))
+    def __init__(self, model, batch_size, max_call, device):
+        shape = batch_size, model.config.conv_size - 1 + max_call
+        dtype = torch.promote_types(model.embed.weight.dtype, torch.float32)
+        like = torch.empty(batch_size, device=device, dtype=dtype)
+        windows = {block.layer: like.new_zeros(*shape, sum(block.widths)) for block in model.blocks}
+        super().__init__(windows | {'is_eos': torch.zeros(shape, device=device, dtype=torch.bool)}, max_call)
         self.memory = torch.stack([block.empty_memory(like) for block in model.blocks])  # (L, B, H, K, D)
-        self.pending = [[like.new_zeros(B, max_call, *shape) for shape in block.token_shapes] for block in model.blocks]
-        self.recent = {block.layer: like.new_zeros(B, n_recent, sum(block.sizes)) for block in model.blocks}
-        self.recent['is_eos'] = torch.zeros(B, n_recent, device=device, dtype=torch.bool)
-        self.n_pending = torch.zeros(B, device=device, dtype=torch.int64)
-        self.lengths = torch.zeros(B, device=device, dtype=torch.int64)  # tokens held by each row
-        self.hidden = torch.zeros(B, max_call, c.n_embd, device=device, dtype=model.embed.weight.dtype)  # their h
-        self.rows = torch.arange(B, device=device).unsqueeze(1)
-
-    @property
-    def nbytes(self):
-        """Return the bytes of all tensors kept between calls."""
-        kept = self.memory, self.n_pending, self.lengths, self.hidden, self.rows
-        return sum(x.nbytes for x in (*kept, *self.recent.values(), *sum(self.pending, [])))
+        self.n_written = torch.zeros_like(self.lengths)
 
     def begin(self, n, lengths):
-        """Start a call of n tokens. lengths: (B,) tokens per right-padded row, or None."""
-        self.position = torch.arange(max(n, self.max_call) + self.conv_size, device=self.lengths.device)
-        self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
-        self.before_idx = self.n_pending[:, None] + self.position[:self.conv_size - 1]  # W - 1 tokens before the call
-        self.is_unwritten = self.position[:self.max_call] < self.n_pending[:, None]  # of the last call
-        self.unwritten_starts = None
-        if self.eos_id is not None:
-            self.unwritten_starts = document_masks(self.recent['is_eos'], self.conv_size)[1].clone()
-        self.pending_start = (self.n_new - self.max_call).clamp(min=0)[:, None]  # first token that stays pending
-        self.is_early = self.position[:n] < self.pending_start
-
-    def keep(self, kept, x):
-        """Copy x (B, m, ...), from the first pending token, into `kept`, as far as it fits."""
-        m = min(kept.shape[1], x.shape[1])
-        kept[:, :m] = x[self.rows, self.pending_start + self.position[:m]]
+        """Start a call, see `StateCache.begin`."""
+        super().begin(n, lengths)
+        index, n_unwritten = torch.arange(max(n, self.max_call), device=self.rows.device), self.lengths - self.n_written
+        n_early = (self.n_new - self.max_call).clamp(min=0)  # new tokens that cannot be rolled back
+        self.is_unwritten = index[:self.max_call] >= self.max_call - n_unwritten[:, None]  # (B, max_call), last call's
+        self.is_early = index[:n] < n_early[:, None]  # (B, n)
+        self.n_written.copy_(self.lengths + n_early)
 
     def join(self, name, x):
-        """Prepend the last W - 1 inputs to x (B, n, ...), and store the new recent inputs."""
-        recent = self.recent[name]
-        x = torch.cat([recent[self.rows, self.before_idx].to(x.dtype), x], 1)
-        self.keep(recent, x)
-        return x
+        """Prepend the W - 1 + max_call tokens before the call to x (B, n, ...), which is stored."""
+        earlier = self.last(name, self.size)
+        self.push(name, x)
+        return torch.cat([earlier.to(x.dtype), x], 1)
 
     def scan(self, block, *tokens, is_doc_start):
-        """Return a layer's outputs (B, n, H, D). Writes tokens that do not stay pending."""
-        memory, pending = self.memory[block.layer], self.pending[block.layer]
-        memory.copy_(block.scan(memory, *pending, is_doc_start=self.unwritten_starts, active=self.is_unwritten)[1])
-        memory_read, _ = block.scan(memory, *tokens, is_doc_start=is_doc_start)
-        if tokens[0].shape[1] > self.max_call:
-            memory.copy_(block.scan(memory, *tokens, is_doc_start=is_doc_start, active=self.is_early)[1])
-        for kept, x in zip(pending, tokens):
-            self.keep(kept, x)
+        """Return a layer's outputs (B, n, H, D) for the new tokens, and write what stays written.
+
+        tokens, is_doc_start: as in `Block.scan`, (B, max_call + n, ...), the last call first.
+        """
+        def scan(memory, part, active=None):
+            starts = None if is_doc_start is None else is_doc_start[:, part]
+            return block.scan(memory, *(x[:, part] for x in tokens), is_doc_start=starts, active=active)
+
+        last_call, new = slice(0, self.max_call), slice(self.max_call, None)
+        _, memory = scan(self.memory[block.layer], last_call, self.is_unwritten)
+        memory_read, _ = scan(memory, new)
+        if self.is_early.shape[1] > self.max_call:
+            _, memory = scan(memory, new, self.is_early)
+        self.memory[block.layer] = memory
         return memory_read
-
-    def end(self, h):
-        """Finish a call: store h (B, n, C), return that of each row's last token (B, C)."""
-        self.n_pending.copy_(self.n_new - self.pending_start[:, 0])
-        self.lengths += self.n_new
-        self.keep(self.hidden, h)
-        return h[self.rows[:, 0], self.n_new - 1]
-
-    def rollback(self, n):
-        """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
-        self.n_pending -= n
-        self.lengths -= n

@@ -55,12 +55,12 @@ def may_import(module):
     """Return the pattern of what a module may import."""
     if module in (f'{L}.settings', f'{L}.start'):
         return rf'{L}\.files'
-    if module in (f'{L}.files', 'attn_kernels'):
+    if module in (f'{L}.files', 'attn_kernels', 'state_cache'):
         return 'nothing'
     if module == f'{L}.hf.wrapper':  # in the exported copy: the run's model
         return 'model_standard'
     if module.startswith('model_'):
-        return rf'attn_kernels|scans|scans\.(attention|{module.removeprefix("model_")})'
+        return rf'attn_kernels|state_cache|scans|scans\.(attention|{module.removeprefix("model_")})'
     if module.startswith('papers.') and '.edits.' in module:
         return r'attn_kernels|model_\w+'
     folder = next((folder for folder in MAY_IMPORT if f'{module}.'.startswith(f'{folder}.')), None)

@@ -44,7 +44,7 @@ def repository(tmp_path, monkeypatch):
     """Yield a folder with the model files, which takes the place of the repository."""
     folder = tmp_path / 'repository'
     folder.mkdir()
-    for path in (ROOT / 'attn_kernels.py', *ROOT.glob('model_*.py')):
+    for path in (ROOT / 'attn_kernels.py', ROOT / 'state_cache.py', *ROOT.glob('model_*.py')):
         shutil.copy(path, folder)
     monkeypatch.setattr(models, 'ROOT', folder)
     yield folder

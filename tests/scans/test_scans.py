@@ -140,7 +140,7 @@ for name, values in models.items():
 
 @pytest.mark.slow
 def test_the_scans_folder_can_be_deleted(tmp_path):
-    for path in (*(f'model_{name}.py' for name in MODELS), 'attn_kernels.py'):
+    for path in (*(f'model_{name}.py' for name in MODELS), 'attn_kernels.py', 'state_cache.py'):
         shutil.copy(ROOT / path, tmp_path)
     (tmp_path / 'script.py').write_text(f'import importlib, torch\nmodels = {MODELS}\n{WITHOUT_SCANS}')
     result = succeeded(run_subprocess(tmp_path / 'script.py'))

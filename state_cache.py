@@ -1,0 +1,60 @@
+"""The decoding cache of recurrent models (model_gdn.py, model_gpn.py). Attention has `KVCache`."""
+import torch
+
+
+class StateCache:
+    """What a recurrent model keeps of each row's last tokens: states, or the inputs of a layer.
+
+    windows: {name: zeros (B, size, ...)}. The entry of position p is in slot p % size, so a new
+    token replaces the oldest one, and a rollback only lowers `lengths`. With 4 slots:
+
+        positions  0 1 2 3 4 5      slots  [4] [5] [2] [3]      6 is next, in place of 2
+
+    A model that reads k tokens back needs k + max_call slots: a rollback does not restore what the
+    forgotten tokens replaced. A call:
+
+        cache.begin(n, lengths)
+            cache.last(name, k)     entries of the k tokens before the call; zeros before position 0
+            cache.push(name, x)     store the new tokens' entries
+        cache.end(h)                h of each row's last token
+    """
+
+    def __init__(self, windows, max_call):
+        first = next(iter(windows.values()))
+        self.windows, self.max_call, self.size = windows, max_call, first.shape[1]
+        self.rows = torch.arange(len(first), device=first.device).unsqueeze(1)
+        self.lengths = torch.zeros(len(first), device=first.device, dtype=torch.int64)  # tokens held by each row
+
+    @property
+    def nbytes(self):
+        """Return the bytes of all tensors."""
+        return sum(x.nbytes for x in (*vars(self).values(), *self.windows.values()) if isinstance(x, torch.Tensor))
+
+    def begin(self, n, lengths=None):
+        """Start a call of n tokens. lengths: (B,) tokens per right-padded row, or None: n in each.
+
+        A row of length 0 may push the entry of its last token again.
+        """
+        self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
+        slot, last = torch.arange(self.size, device=self.rows.device), self.n_new[:, None] - 1
+        self.oldest_first = (self.lengths[:, None] + slot) % self.size
+        kept = torch.minimum((last - self.size + 1).clamp(min=0) + slot[:n], last)  # padding repeats the last token
+        self.kept, self.placed = kept.clamp(min=0), (self.lengths[:, None] + kept) % self.size  # tokens, their slots
+
+    def last(self, name, k):
+        """Return the entries (B, k, ...) of the k <= size tokens before the call, oldest first."""
+        return self.windows[name][self.rows, self.oldest_first[:, self.size - k:]]
+
+    def push(self, name, x):
+        """Store x (B, n, ...), the entries of the call's tokens: each row's last `size`."""
+        window = self.windows[name]
+        window[self.rows, self.placed] = x[self.rows, self.kept].to(window.dtype)
+
+    def end(self, h):
+        """Finish a call. Returns h (B, C) of each row's last token, given h (B, n, C) of all."""
+        self.lengths += self.n_new
+        return h[self.rows[:, 0], self.n_new - 1]
+
+    def rollback(self, n):
+        """Forget each row's last n tokens, at most max_call. n: int, or (B,) int64."""
+        self.lengths -= n

@@ -4,22 +4,19 @@ Token embeddings enter a standard Transformer without any context. Here a small 
 correction, computed from the embedding and the previous position's block output, which already
 encodes the context. The blocks themselves are unchanged.
 
-    correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `Model.correct`; LN is in `correction`
+    correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `VARIANTS`, `Model.correct`
     x~_t = e_t + correction_t                         eq. 2  `Model.step`
     z_t = blocks(x~_t; keys and values of the past)   eq. 3  `Model.step`, `Block.forward`
     logits_t = W_head LN_f(z_t)                       eq. 4  `Model.head_input`, `Model._logits`
 
-There are two ways to compute a sequence; the second converges to the first (theorem 3):
+Token t needs z_{t-1}. So there are two ways to compute a sequence, and both call `Model.step`:
 
-    streaming   token by token, like a recurrent network, because token t needs z_{t-1} (Algorithm
-                1). `extend` decodes this way. With bptt = True, training does too: `loop`.
-    unrolls     K passes over all positions at once: pass k uses z_{t-1} of pass k - 1 (eq. 5,
+    streaming   token by token, like a recurrent network (Algorithm 1): `extend`; `stream` for bptt.
+    unrolls     K passes over all positions at once. Pass k reads z_{t-1} of pass k - 1 (eq. 5,
                 `unroll`). The first has no correction, so K = 1 is the plain Transformer.
 
-`logits` and long prompts unroll until z stops changing (`_fixed_point`). A model trained with bptt
-streams them: its z may change until the last of T + 1 unrolls.
-scans/context_ready.py is a faster `loop`, used as long as the equations in this file are unedited.
-Inferred: linear layers and LayerNorms have biases, the head has none.
+Unrolls converge to streaming (theorem 3), and T + 1 are equal to it (Lemma 1). Training and
+validation run K, `logits` as many as change z (`fixed_point`; with bptt, all may: it streams).
 
     B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded   n  positions of a call
     L  blocks, n_layer (the paper's D, or N if plain)  H  heads of size D, HK for keys and values
@@ -35,19 +32,23 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import (CrossEntropy, KVCache, Tokens, attention, check_shape, checkpointed, chunked_loss,
+from attn_kernels import (CrossEntropy, KVCache, Mask, attention, check_shape, checkpointed, chunked_loss,
                           counted_targets, dense_mask, document_starts, make_mask, mask_padding, mean_keys,
                           n_matrix_weights, outside_graphs, rope_table, rotate, sequence)
 
-try:
-    from scans import context_ready, pinned
-except ModuleNotFoundError:  # the folder scans/ is optional
-    context_ready = pinned = None
+VARIANTS = {  # inputs of the correction network, from z of the previous token and e of this one (tables A2 and A3)
+    'add': lambda z, e: z + e,  # corr_ffn(LN(z + e)), eq. 1; corr_ffn is Linear, GELU, Linear
+    'concat': lambda z, e: torch.cat([z, e], -1),  # corr_ffn(LN([z, e])), 2C -> 4C -> C
+    'token_blind': lambda z, e: z,  # corr_ffn(LN(z)); the tables call it corr_ffn
+    'tied': lambda z, e: z + e,  # add, sharing the linear layers of the last (inferred) block's FFN (section 5.8)
+    'block_head': lambda z, e: z,  # LN(z): "the block's own residual" (section 5.8, table A2; z and LN are inferred)
+    'extra_ffn': None,  # no correction; an FFN after the last block (inferred): Roformer-hFFN, table A2
+}
 
 
 @dataclass
 class Config:
-    may_change = 'scan', 'segment_len', 'checkpoint_unrolls'  # settings that only affect speed and memory
+    may_change = 'segment_len', 'checkpoint_unrolls'  # settings that only affect speed and memory
     defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
     state_window = 'window'  # setting that limits how much of the state is seen, for analyses
 
@@ -57,20 +58,12 @@ class Config:
     n_ffn: int | None = None  # feed-forward width; None: 4 n_embd (llama: 3 n_embd, corr_ffn always 4 n_embd)
     block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, no biases
     tied_head: bool = False  # the output head shares the embedding's weights
-    # The correction network; corr_ffn is Linear, GELU, Linear:
-    #   add          corr_ffn(LN(z + e)), eq. 1; corr_ffn_add in table A3
-    #   concat       corr_ffn(LN([z, e])), 2C -> 4C -> C; corr_ffn_concat in table A3
-    #   token_blind  corr_ffn(LN(z)); corr_ffn in tables A2 and A3
-    #   tied         add, sharing the linear layers of the last (inferred) block's FFN (section 5.8)
-    #   block_head   LN(z): "the block's own residual" (section 5.8, table A2; z, LN are inferred)
-    #   extra_ffn    no correction; an FFN after the last block (inferred): Roformer-hFFN, table A2
-    variant: Literal['add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn'] = 'add'
+    variant: Literal[tuple(VARIANTS)] = 'add'  # the correction network
     K: int = 5  # unrolls in training (the most, with k_min) and validation; 1: the plain Transformer, Roformer
     k_min: int | None = None  # draw each step's number of unrolls uniformly from k_min ... K (paper: 2); None: always K
     checkpoint_unrolls: bool = False  # activation checkpointing per unroll: less memory, a third more compute
     bptt: bool = False  # train by streaming, with backpropagation through all positions, instead of by unrolls
-    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # bptt only; auto: fast (scans/), or loop after an edit
-    segment_len: int = 32  # bptt with scan = 'loop': positions recomputed at a time in the backward pass
+    segment_len: int = 32  # bptt only: positions recomputed at a time in the backward pass
     prefill_tol: float = 1e-6  # prompts are unrolled until every z changes by less than this, relative to its norm
     window: int | None = None  # past positions that a query sees, [t - W, t] in appendix A.4; None: all
     dropout: float = 0.0  # on x~ and the blocks' branches (inferred), redrawn in each unroll (section 3.2); paper: 0.2
@@ -103,8 +96,6 @@ class Config:
                              'streaming needs a correction (K > 1) and has no unrolls')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout = {self.dropout}: expected at least 0, and less than 1')
-        if self.scan == 'fast' and not (self.bptt and self.block == 'gpt' and context_ready):
-            raise ValueError("scan = 'fast' needs the folder scans/, bptt = True and block = 'gpt': use 'auto'")
 
 
 class FFN(nn.Module):
@@ -123,87 +114,72 @@ class FFN(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        C = config.n_embd
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.dropout
-        self.attn_norm = nn.LayerNorm(C, config.norm_eps)
+        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of queries, keys and values
+        self.make_layers(config, config.n_embd)
+
+    def make_layers(self, c, C):
+        self.attn_norm = nn.LayerNorm(C, c.norm_eps)
         self.qkv = nn.Linear(C, 3 * C)
+        self.q_norm = self.k_norm = nn.Identity()
         self.attn_out = nn.Linear(C, C)
-        self.ffn = FFN(C, config.n_ffn, C, config.norm_eps)
+        self.ffn = FFN(C, c.n_ffn, C, c.norm_eps)
 
     def forward(self, h, rope, mask, cache=None):
-        """Apply a block (eq. 3). h: (B, n, C) -> (B, n, C); rope: cos, sin; cache: has `append`."""
-        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).chunk(3, 2)
-        q, k = rotate(q, rope), rotate(k, rope)
+        """Eq. 3. h: (B, n, C) -> (B, n, C); rope: cos, sin; cache: has `append`."""
+        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(self.heads, 2)
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         h = h + F.dropout(self.attn_out(attention(q, k, v, mask).flatten(2)), self.dropout, self.training)  # a^(i)
         return h + F.dropout(self.ffn(h), self.dropout, self.training)  # h^(i)
 
 
-class LlamaBlock(nn.Module):
-    """The block of model_standard.py, for converting pretrained Llama models (section 5.7)."""
+class LlamaBlock(Block):
+    """The layers of model_standard.py, for converting pretrained Llama models (section 5.7)."""
 
-    def __init__(self, config, layer):
-        super().__init__()
-        C, D, n_ffn = config.n_embd, config.head_size, config.n_ffn
-        self.layer, self.n_head, self.n_kv_head, self.head_size = layer, config.n_head, config.n_kv_head, D
-        self.dropout = config.dropout
-        self.attn_norm = nn.RMSNorm(C, config.norm_eps)
-        self.qkv = nn.Linear(C, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.attn_out = nn.Linear(config.n_head * D, C, bias=False)
-        self.ffn_norm = nn.RMSNorm(C, config.norm_eps)
-        self.gate_up = nn.Linear(C, 2 * n_ffn, bias=False)
-        self.ffn_out = nn.Linear(n_ffn, C, bias=False)
+    def make_layers(self, c, C):
+        D = c.head_size
+        self.attn_norm = nn.RMSNorm(C, c.norm_eps)
+        self.qkv = nn.Linear(C, (c.n_head + 2 * c.n_kv_head) * D, bias=c.qkv_bias)
+        self.q_norm = nn.RMSNorm(D, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(D, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.attn_out = nn.Linear(c.n_head * D, C, bias=False)
+        self.ffn_norm = nn.RMSNorm(C, c.norm_eps)
+        self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)
+        self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
 
-    def forward(self, h, rope, mask, cache=None):
-        heads = [self.n_head, self.n_kv_head, self.n_kv_head]
-        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(heads, 2)
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        h = h + F.dropout(self.attn_out(attention(q, k, v, mask).flatten(2)), self.dropout, self.training)
+    def ffn(self, h):
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
-        return h + F.dropout(self.ffn_out(F.silu(gate) * up), self.dropout, self.training)
+        return self.ffn_out(F.silu(gate) * up)
 
 
-class Cache(KVCache):
-    """`KVCache` plus z of the last call's tokens, which the next token's correction needs."""
+def unrolls_needed(k, last_change, change, end):
+    """Return how many unrolls it takes until z changes by `end`, if it goes on as in unroll k."""
+    if change >= last_change:
+        return math.inf
+    return k + math.log(end / change) / math.log(change / last_change) if change > end else k
 
-    def __init__(self, model, batch_size, max_tokens, max_call, device, dtype):
-        super().__init__(model, batch_size, max_tokens, max_call, device, dtype)
-        # z[:, 0] is of the token before the last call, z[:, 1 + i] of the token in hidden[:, i]: a
-        # rollback can resume from any of them. The initial zeros are the paper's z_{-1}.
-        self.z = self.hidden.new_zeros(batch_size, max_call + 1, model.config.n_embd, dtype=model.embed.weight.dtype)
 
-    def last_z(self):
-        """Return z of each row's last token: (B, 1, C)."""
-        return self.z[self.batch_idx, 1 + self.last[:, None]]
-
-    def keep_z(self, z):
-        """Store z (B, n, C) of the last max_call tokens and the z before. Call before `end`."""
-        tail = self.tail(z.shape[1])
-        tail = torch.cat([tail[:, :1], 1 + tail], 1)
-        self.z[:, :tail.shape[1]] = torch.cat([self.last_z(), z], 1)[self.batch_idx, tail]
+def seen_keys(model, T, device, doc_start):
+    """Return the data of `dense_mask` as (1 or B, 1 or HK, groups, T queries, T keys)."""
+    q, k = sequence(T, (0,), device, doc_start), sequence(T, (0,), device)
+    return dense_mask(model, model.sees, q, k).data.unflatten(2, (-1, T))
 
 
 class Past(dict):
     """Keys and values of past positions, by layer: a growing cache that gradients flow through."""
 
-    def append(self, layer, k, v):
-        """Add the next position's keys and values and return all of them, as `KVCache.append`."""
-        if layer in self:
-            k, v = torch.cat([self[layer][0], k], 1), torch.cat([self[layer][1], v], 1)
-        self[layer] = k, v
-        return k, v
+    def append(self, layer, k, v):  # of the next position; returns all, as `KVCache.append`
+        past_k, past_v = self.get(layer, (k[:, :0], v[:, :0]))
+        self[layer] = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
+        return self[layer]
 
 
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config = c = config
-        C = c.n_embd
+        self.config, c, C = config, config, config.n_embd
         make_block, make_norm = (Block, nn.LayerNorm) if c.block == 'gpt' else (LlamaBlock, nn.RMSNorm)
         self.reach = 2 ** 30 if c.window is None else c.window  # past positions that a query sees
         self.embed = nn.Embedding(c.vocab_size, C)
@@ -218,7 +194,7 @@ class Model(nn.Module):
             if c.variant == 'tied':  # its own norm, but the last block's FFN weights
                 self.correction.up, self.correction.down = self.blocks[-1].ffn.up, self.blocks[-1].ffn.down
         self.norm = make_norm(C, c.norm_eps)
-        self.head = nn.Linear(C, c.vocab_size, bias=False)
+        self.head = nn.Linear(C, c.vocab_size, bias=False)  # inferred: all other layers have biases
         if c.tied_head:
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size, None if c.pad_rows_in_loss else c.n_ids)
@@ -226,9 +202,8 @@ class Model(nn.Module):
         self.n_unrolls = c.K  # number of unrolls in this training step
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
-        self.fast = bool(c.bptt and c.block == 'gpt' and pinned and pinned(self, context_ready))
-        self.shard_blocks = not c.bptt and c.variant != 'tied'  # these read blocks' weights without calling the blocks
-        # Initialises every matrix and bias: set other initial values after this loop.
+        self.shard_blocks = not c.bptt and c.variant != 'tied'  # bptt: gathers per position; tied: reads without a call
+        # Initializes every matrix and bias: set other initial values after this loop.
         # Inferred from model_standard.py: only the attention output is scaled down with depth.
         for name, p in self.named_parameters():
             if p.dim() >= 2:
@@ -244,23 +219,13 @@ class Model(nn.Module):
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
     def correct(self, z, e, starts):
-        """Eq. 1: return the corrections for embeddings e, given the previous z, all (B, n, C).
-
-        Where starts (B, n) is True, a document starts and z is 0, the paper's z_{-1}.
-        """
-        z = z.masked_fill(starts.unsqueeze(-1), 0)
-        if self.config.variant == 'concat':
-            return self.correction(torch.cat([z, e], -1))
-        if self.config.variant in ('token_blind', 'block_head'):
-            return self.correction(z)
-        return self.correction(z + e)
+        """Eq. 1: return the corrections for embeddings e, given the previous z, all (B, n, C)."""
+        z = z.masked_fill(starts.unsqueeze(-1), 0)  # z_{-1}
+        return self.correction(VARIANTS[self.config.variant](z, e))
 
     @checkpointed
     def step(self, e, z, starts, rope, mask, cache=None):
-        """Eq. 1 to 3: return the new z from embeddings e and the previous z, all (B, n, C).
-
-        z = None: no correction. For one position, it is a step of Algorithm 1; for all, an unroll.
-        """
+        """Eq. 1 to 3: return z (B, n, C) from e and the previous z (None: no correction)."""
         correction = torch.zeros_like(e) if z is None else self.correct(z, e, starts)
         h = F.dropout(e + correction, self.config.dropout, self.training)  # eq. 2: x~ starts from e each time
         for block in self.blocks:  # eq. 3
@@ -270,9 +235,8 @@ class Model(nn.Module):
     def unroll(self, z, e, z_before, starts, rope, mask, cache=None):
         """Eq. 5: return z^(k) from z = z^(k-1), both (B, n, C). z None: k = 1, without correction.
 
-        e: embeddings (B, n, C); z_before: (B, 1, C), z of the position before them. Position t is
-        corrected by z^(k-1) of t - 1. The paper ends unroll k with correction^(k); here, unroll
-        k + 1 starts with it, so the last one, which is never used, is not computed.
+        e: embeddings (B, n, C); z_before: (B, 1, C), z of the position before them. The paper ends
+        unroll k with correction^(k). Here, unroll k + 1 starts with it: the last one is not needed.
         """
         previous = None if z is None else torch.cat([z_before, z[:, :-1]], 1)
         return self.step(e, previous, starts, rope, mask, cache)
@@ -283,49 +247,85 @@ class Model(nn.Module):
             z = z + self.extra(z)
         return self.norm(z)
 
-    # ---- whole sequences ----
-
-    def prepare(self, idx):
-        """Return e (B, T, C), doc_start or None, starts (B, T), rope (cos, sin) of idx (B, T)."""
+    def prepare(self, idx, make_mask=make_mask):
+        """Return the inputs of `unroll` for sequences idx (B, T): e, z_{-1}, starts, rope, mask."""
         c, position = self.config, torch.arange(idx.shape[1], device=idx.device)
-        doc_start = document_starts(idx, c.eos_id)
+        e, doc_start = self.embed(idx), document_starts(idx, c.eos_id)
         starts = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
-        return self.embed(idx), doc_start, starts, rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
-
-    def _sequence(self, idx):
-        """Return the inputs of `unroll`, e to mask, for sequences idx (B, T)."""
-        e, doc_start, starts, rope = self.prepare(idx)
+        rope = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
         return e, torch.zeros_like(e[:, :1]), starts, rope, make_mask(self, idx.shape[1], idx.device, doc_start)
 
-    def iterates(self, idx, K):
-        """Yield z^(1) ... z^(K), each (B, T, C), for sequences idx (B, T)."""
-        z, inputs = None, self._sequence(idx)
-        for _ in range(K):
-            z = self.unroll(z, *inputs)
-            yield z
-
     @torch.compiler.disable(recursive=False)  # K varies, so the compiler gets one unroll at a time
+    def unrolls(self, idx, K):
+        """Return [z^(1), ..., z^(K)], each (B, T, C), for sequences idx (B, T)."""
+        inputs, zs = self.prepare(idx), [None]
+        for _ in range(K):
+            zs.append(self.unroll(zs[-1], *inputs))
+        return zs[1:]
+
+    def fixed_point(self, is_token, *inputs, most=math.inf):
+        """Unroll until z stops changing. Returns z (B, n, C), and the number of unrolls.
+
+        is_token: (B, n), False for padding; inputs: of `unroll`. Stops if z changes by less than
+        prefill_tol of its norm, or by rounding errors, or after n + 1 unrolls. Gives up, with None
+        for z, if more than `most` unrolls will be needed.
+        """
+        kind, change, z = is_token.device.type, math.inf, self.unroll(None, *inputs)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embed.weight.dtype
+        rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
+        for k in range(2, int(is_token.sum(1).max()) + 2):
+            last_z, last_change, z = z, change, self.unroll(z, *inputs)
+            changes = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
+            change = changes.masked_fill(~F.pad(is_token[:, 1:], (0, 1)), 0).max().item()  # not a row's last z
+            if change < self.config.prefill_tol or last_change <= change < rounding:
+                break
+            if k > 3 and unrolls_needed(k, last_change, change, rounding) > most:
+                return None, k
+        return z, k
+
+    @outside_graphs  # the compiler would unroll all positions
+    def stream(self, idx):
+        """Run Algorithm 1, differentiable and without autocast. idx: (B, T) -> z (B, T, C).
+
+        Activation checkpointing: the backward pass recomputes one segment of positions at a time.
+        """
+        with torch.autocast(idx.device.type, enabled=False):
+            e, z, starts, rope, seen = self.prepare(idx, seen_keys)
+
+            def segment(start, z, past):
+                zs, past = [], Past(past)  # a copy, because the backward pass runs this again
+                for t in range(start, min(start + self.config.segment_len, idx.shape[1])):
+                    at, mask = slice(t, t + 1), Mask('dense', seen[..., t, :t + 1])
+                    z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
+                    zs.append(z)
+                return torch.cat(zs, 1), past
+
+            segments, past = [z], Past()
+            for start in range(0, idx.shape[1], self.config.segment_len):
+                zs, past = checkpoint(segment, start, segments[-1][:, -1:], past, use_reentrant=False)
+                segments.append(zs)
+            return torch.cat(segments[1:], 1)
+
     def states(self, idx):
         """Return z by streaming (bptt) or by this step's unrolls. idx: (B, T) -> (B, T, C)."""
-        c = self.config
-        if c.bptt:
+        if self.config.bptt:
             return self.stream(idx)
-        K = self.n_unrolls if self.training else c.K
-        z, inputs = None, self._sequence(idx)
-        for _ in range(K):
-            z = self.unroll(z, *inputs)
-        if K == 1 < c.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
+        K = self.n_unrolls if self.training else self.config.K
+        z = self.unrolls(idx, K)[-1]
+        if K == 1 < self.config.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
+
+    def begin_step(self, rng):
+        """Draw the next step's number of unrolls (section 3.2). rng must be equal on all ranks."""
+        self.n_unrolls = rng.choice(self.K_choices)
 
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
 
-        Only the last unroll has a loss (section 3.2). Training runs as many unrolls as `begin_step`
-        drew, evaluation config.K. With bptt, the loss is streaming's.
+        Only the last unroll has a loss (section 3.2). With bptt, streaming has it.
         """
-        targets = counted_targets(idx, targets, self.config.eos_id)
-        loss = self.nll(self.states(idx), targets)
+        loss = self.nll(self.states(idx), counted_targets(idx, targets, self.config.eos_id))
         return {'loss': loss, 'nll': loss.detach()}
 
     def nll(self, z, targets):
@@ -342,70 +342,12 @@ class Model(nn.Module):
         """Return logits over all V rows, for the loss and decoding."""
         return self.head(h)
 
-    def begin_step(self, rng):
-        """Draw the next step's number of unrolls (section 3.2). rng must be equal on all ranks."""
-        self.n_unrolls = rng.choice(self.K_choices)
-
-    def _fixed_point(self, is_token, *inputs):
-        """Parallel prefill: unroll until z stops changing, which equals streaming (Lemma 1).
-
-        is_token: (B, n), False for padding; inputs: of `unroll`. Returns z (B, n, C) and the
-        number of unrolls. Stops when the relative change of z is below prefill_tol, or at rounding
-        level and no longer shrinking, or after n_tokens + 1 unrolls, when z is exact.
-        Each row's last z is not checked: it depends only on earlier z.
-        """
-        device = is_token.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
-        rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
-        n_tokens, z, last_change = int(is_token.sum(1).max()), None, math.inf
-        for k in range(1, n_tokens + 2):
-            last, z = z, self.unroll(z, *inputs)
-            if k > 1 and n_tokens > 1:
-                changes = (z - last).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
-                change = changes[:, :-1][is_token[:, 1:]].max().item()
-                if change < self.config.prefill_tol or last_change <= change < rounding:
-                    break
-                last_change = change
-        return z, k
-
-    @outside_graphs
-    def stream(self, idx):
-        """Run Algorithm 1, differentiable and without autocast. idx: (B, T) -> z (B, T, C)."""
-        with torch.autocast(idx.device.type, enabled=False):
-            return context_ready.stream(self, idx) if self.fast else self.loop(idx)
-
-    def loop(self, idx):
-        """Run Algorithm 1 one position at a time. idx: (B, T) -> z (B, T, C).
-
-        Activation checkpointing: the backward pass recomputes one segment of positions at a time.
-        """
-        e, doc_start, starts, rope = self.prepare(idx)
-        T = e.shape[1]
-        q, k = sequence(T, (0,), idx.device, doc_start), sequence(T, (0,), idx.device)
-
-        def segment(start, z, past):
-            zs, past = [], Past(past)  # a copy, because the backward pass runs this again
-            for t in range(start, min(start + self.config.segment_len, T)):
-                at = slice(t, t + 1)
-                mask = dense_mask(self, self.sees, Tokens(*(x[:, at] for x in q)), Tokens(*(x[:, :t + 1] for x in k)))
-                z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
-                zs.append(z)
-            return torch.cat(zs, 1), past
-
-        segments, z, past = [], torch.zeros_like(e[:, :1]), Past()
-        for start in range(0, T, self.config.segment_len):
-            zs, past = checkpoint(segment, start, z, past, use_reentrant=False)
-            segments.append(zs)
-            z = zs[:, -1:]
-        return torch.cat(segments, 1)
-
     @torch.no_grad()
     def final_hidden(self, idx):
         """Return the head's inputs as in streaming, without gradient. idx: (B, T) -> (B, T, C)."""
         if self.config.bptt or self.config.K == 1:  # `states` equals streaming
-            z = self.states(idx)
-        else:
-            z, _ = self._fixed_point(torch.ones_like(idx, dtype=torch.bool), *self._sequence(idx))
+            return self.head_input(self.states(idx))
+        z, _ = self.fixed_point(torch.ones_like(idx, dtype=torch.bool), *self.prepare(idx))
         return self.head_input(z)
 
     @torch.no_grad()
@@ -416,41 +358,46 @@ class Model(nn.Module):
     # ---- decoding ----
 
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
-        """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
-        return Cache(self, batch_size, max_tokens, max_call, device, dtype)
+        """Return an empty `KVCache`; z[:, p] is z of the token before position p."""
+        cache, e = KVCache(self, batch_size, max_tokens, max_call, device, dtype), self.embed.weight
+        if self.config.K > 1:
+            cache.z = torch.zeros(batch_size, max_tokens + 2, e.shape[1], dtype=e.dtype, device=cache.hidden.device)
+        return cache
 
     @torch.no_grad()
-    def extend(self, tokens, cache, lengths=None, all_positions=False):
+    def extend(self, tokens, cache, lengths=None, all_positions=False, may_unroll=True):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py.
 
-        Calls of n <= cache.max_call are streamed, and all calls of a model trained with bptt.
+        They are streamed, but a prompt is unrolled if z converges before streaming would be done.
         """
-        c, n, zs, z = self.config, tokens.shape[1], [], cache.last_z()
-        in_parallel = c.K == 1 or n > cache.max_call and not c.bptt
-        for piece in cache.pieces(tokens, lengths, piece_len=None if in_parallel else 1):
+        K, (B, n), zs = self.config.K, tokens.shape, []
+        call = (5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # overhead in tokens; GPU: a guess
+        most = n * (call + B) / (call + n * B)  # unrolls that take as long as streaming; 15 are seldom enough
+        is_prompt = n > cache.max_call and not cache.lengths.any()
+        unrolls = may_unroll and K > 1 and not self.config.bptt and is_prompt and most > 15
+        for piece in cache.pieces(tokens, lengths, piece_len=None if unrolls or K == 1 else 1):
             e, starts = self.embed(piece.tokens), piece.positions == piece.doc_start
-            if in_parallel and c.K > 1:
-                is_token = torch.arange(e.shape[1], device=e.device) < piece.n_new[:, None]
-                z, _ = self._fixed_point(is_token, e, z, starts, piece.rope, piece.mask(), cache)
+            z_before = cache.z[cache.batch_idx, piece.positions[:, :1]] if K > 1 else None
+            inputs = e, z_before, starts, piece.rope, piece.mask(), cache
+            if unrolls:
+                is_token = torch.arange(n, device=e.device) < piece.n_new[:, None]
+                z, _ = self.fixed_point(is_token, *inputs, most=1.5 * most)
+                if z is None:
+                    return self.extend(tokens, cache, lengths, all_positions, may_unroll=False)
             else:
-                z = self.step(e, z if c.K > 1 else None, starts, piece.rope, piece.mask(), cache)
+                z = self.step(*inputs)
+            if K > 1:
+                cache.z[cache.batch_idx, piece.positions + 1] = z
             zs.append(z)
-            z = z[:, -1:]
-        z = torch.cat(zs, 1)
-        cache.keep_z(z)
-        h = self.head_input(z)
+        h = self.head_input(torch.cat(zs, 1))
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
-
-    # ---- conversion, costs ----
 
     def adopt(self, tensors):
         """Add a new correction network to the weights of a run without one (section 5.7).
 
-        The run is a K = 1 run or, with block = 'llama', a model_standard run. The network's last
-        layer is 0, so the model's outputs are unchanged. Weights are returned as they are if they
-        have a correction or need none. Raises ValueError if the variant has no last layer to zero,
-        or block is 'gpt' and the weights are model_standard's.
+        Its last layer is 0, so outputs are unchanged. Weights that need no network are returned.
+        ValueError if the variant has no last layer to zero, or the blocks are model_standard's.
         """
         if self.config.block == 'gpt' and 'blocks.0.gate_up.weight' in tensors:
             raise ValueError("these are weights of model_standard's blocks: set block = 'llama'")
@@ -459,16 +406,15 @@ class Model(nn.Module):
             return tensors
         if self.config.variant not in ('add', 'concat', 'token_blind'):
             raise ValueError(f'a K = 1 run cannot be converted to variant = {self.config.variant!r}, which has no '
-                             'layer to initialise at 0: use add, concat or token_blind')
+                             'layer to initialize at 0: use add, concat or token_blind')
         zeros = {name: torch.zeros_like(p) for name, p in own.items() if name.startswith('correction.down')}
         return tensors | own | zeros
 
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T, attention included, mean over K_choices."""
-        c = self.config
+        c, weights = self.config, {name: n_matrix_weights(part) for name, part in self.named_children()}
         unrolls = 1 if c.bptt else sum(self.K_choices) / len(self.K_choices)  # streaming is one pass
         corrections = 1 if c.bptt else unrolls - 1  # the first unroll has none
-        extra, network = (n_matrix_weights(getattr(self, name, nn.Module())) for name in ('extra', 'correction'))
         pairs = 2 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
-        blocks = n_matrix_weights(self.blocks) + extra + pairs
-        return 6 * (self.head.weight.numel() + unrolls * blocks + corrections * network)
+        blocks = weights['blocks'] + weights.get('extra', 0) + pairs
+        return 6 * (weights['head'] + unrolls * blocks + corrections * weights.get('correction', 0))

@@ -46,8 +46,8 @@ def unrolled(model, idx, targets):
         nll = {1: model(idx, targets)['nll'].item()}
         return nll | {'sequential': nll[1]}, torch.zeros(3, *idx.shape), 1
     K = 5 if c.bptt else max(c.K, 3)
-    e, _, starts, _ = model.prepare(idx)
-    for k, z in enumerate(model.iterates(idx, max(K, DEPTHS[-1])), 1):
+    e, _, starts, *_ = model.prepare(idx)
+    for k, z in enumerate(model.unrolls(idx, max(K, DEPTHS[-1])), 1):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
         if K - 2 <= k <= K:
@@ -55,7 +55,7 @@ def unrolled(model, idx, targets):
     first, second, last = corrections
     moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)]).cpu()
     nll['sequential'] = model.nll(model.stream(idx), targets).item()
-    _, n_unrolls = model._fixed_point(torch.ones_like(idx, dtype=torch.bool), *model._sequence(idx))
+    _, n_unrolls = model.fixed_point(torch.ones_like(idx, dtype=torch.bool), *model.prepare(idx))
     return nll, moves, n_unrolls
 
 
@@ -72,7 +72,7 @@ def contraction(moves):
 
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return the row of a run in the table."""
-    model, data, record = figures.load(folder, s, 'prepare', 'iterates', 'correct', 'stream', 'nll')
+    model, data, record = figures.load(folder, s, 'prepare', 'unrolls', 'correct', 'stream', 'nll')
     c, T, counts, found = model.config, record['settings']['block_size'], [], []
     for idx, targets in figures.val_windows(data, T, s.tokens, s.batch_size, model.head.weight.device):
         if c.eos_id is not None:

@@ -20,14 +20,12 @@ from lm_architectures.data import open_data
 from lm_architectures.run import records
 from papers.commands import expanded
 from papers.context_ready.reproduce import ROWS, TABLES
-from scans import context_ready as fast
 
 EOS = 59
 OWN = {*model_context_ready.Config.__dataclass_fields__}
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64, n_ids=60)
 CORRECTIONS = ['add', 'concat', 'token_blind', 'tied', 'block_head']
 LAYOUTS = [dict(), dict(eos_id=EOS), dict(window=3), dict(eos_id=EOS, window=0)]
-FORMS = ['loop', 'fast']
 CASES = [*(('add', layout) for layout in LAYOUTS),
          *((variant, layout) for variant in CORRECTIONS[1:] for layout in (LAYOUTS[1], LAYOUTS[3]))]
 cases = pytest.mark.parametrize('variant, layout', CASES, ids=str)
@@ -119,7 +117,7 @@ def nll(model, z, targets):
 @cases
 def test_unrolls_and_streaming_equal_the_papers_equations(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
-    *_, z = model.iterates(idx, 3)
+    z = model.unrolls(idx, 3)[-1]
     exact = unrolled(model, idx, 3)
     assert (z - exact).norm() < 1e-8 * exact.norm()
     want = loss_and_gradients(nll(model, exact, idx.roll(-1, 1)), model)
@@ -144,8 +142,8 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
     model, idx = make(variant=variant, **layout), tokens(T=16)
     with torch.no_grad():
         want = decode(model, idx, [1] * 16, 1)
-        e, _, starts, _ = model.prepare(idx)
-        zs = list(model.iterates(idx, 17))
+        e, _, starts, *_ = model.prepare(idx)
+        zs = model.unrolls(idx, 17)
         logits = [model.head(model.head_input(z))[..., :60] for z in zs]
         corrections = [model.correct(z.roll(1, 1), e, starts) for z in zs]
     assert (logits[-1] - want).abs().max() < 1e-4
@@ -156,49 +154,37 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
 
 # ---- backpropagation through time ----
 
-@pytest.mark.parametrize('scan', FORMS)
 @cases
-def test_bptt_equals_autograd_through_the_plain_loop(variant, layout, scan):
-    model, idx = make(variant=variant, bptt=True, scan=scan, segment_len=3, **layout).double(), tokens(T=8)
+def test_bptt_equals_autograd_through_the_plain_loop(variant, layout):
+    model, idx = make(variant=variant, bptt=True, segment_len=3, **layout).double(), tokens(T=8)
     want = loss_and_gradients(nll(model, streamed(model, idx), idx.roll(-1, 1)), model)
     assert_near(loss_and_gradients(model(idx, idx.roll(-1, 1))['loss'], model), want, 1e-8)
 
 
-@pytest.mark.parametrize('values', [dict(n_layer=1, n_head=4, n_embd=64, window=38),
-                                    dict(variant='concat', eos_id=EOS)], ids=str)
-def test_the_fast_scan_equals_the_loop_over_long_windows(values):
-    idx = torch.randint(0, 60, (2, 114), generator=torch.Generator().manual_seed(0))
-    models = [make(bptt=True, scan=scan, **values).double() for scan in FORMS]
-    loop, fast = (loss_and_gradients(model(idx, idx.roll(-1, 1))['loss'], model) for model in models)
-    assert_near(fast, loop, 1e-9)
-
-
-@pytest.mark.parametrize('scan', [None, *FORMS])
-def test_dropout_masks_are_independent_and_bptt_is_exact_with_dropout(scan, monkeypatch):
+@pytest.mark.parametrize('bptt', [False, True])
+def test_dropout_masks_are_independent_and_bptt_is_exact_with_dropout(bptt, monkeypatch):
     """Dropout is on the block inputs and both residual branches: no two masks are equal."""
-    values = dict(bptt=True, scan=scan, segment_len=3) if scan else {}
-    model, idx = make(dropout=0.5, window=3, **values).double().train(), tokens(T=8)
+    model, idx = make(dropout=0.5, window=3, bptt=bptt, segment_len=3).double().train(), tokens(T=8)
     masks, dropout = [], F.dropout  # all masks in the order drawn
 
     def recorded(x, p, training=True):
         mask = dropout(torch.ones_like(x), p, training)
-        masks.extend(mask.transpose(0, 1).flatten(0, 1) if scan == 'fast' else [mask])  # fast: all masks at once
+        masks.append(mask)
         return x * mask
     monkeypatch.setattr(F, 'dropout', recorded)
     loss = model(idx, idx)['loss']
-    n = (8 if scan else 5) * (1 + 2 * 2)
+    n = (8 if bptt else 5) * (1 + 2 * 2)
     assert len(masks) == n and all(set(mask.unique().tolist()) == {0.0, 2.0} for mask in masks)
     assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
-    if scan:
+    if bptt:
         got = loss_and_gradients(loss, model)
-        assert len(masks) == (2 * n if scan == 'loop' else n)  # its backward computes each position again
+        assert len(masks) == 2 * n  # the backward pass computes each position again
         drawn = torch.stack([mask.view(3, 16) for mask in masks[:n]]).unflatten(0, (8, 5)).permute(1, 2, 0, 3)
         assert_near(got, loss_and_gradients(nll(model, streamed(model, idx, drawn), idx), model), 1e-8)
 
 
-@pytest.mark.parametrize('scan', FORMS)
-def test_streaming_ignores_autocast(scan):
-    model, idx, found = make(bptt=True, scan=scan), tokens(), []
+def test_streaming_ignores_autocast():
+    model, idx, found = make(bptt=True), tokens(), []
     for enabled in (False, True):
         with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
             z = model.stream(idx)
@@ -206,24 +192,6 @@ def test_streaming_ignores_autocast(scan):
     (want, want_gradients), (z, got) = found
     assert torch.equal(z, want)
     assert_near(got, want_gradients, 1e-6)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-@pytest.mark.parametrize('dropout', [0.0, 0.3])
-def test_cuda_graphs_accumulate_gradients_and_use_the_current_weights(dropout):
-    model, idx = make(bptt=True, dropout=dropout, window=3).cuda().train(), tokens().cuda()
-
-    def accumulated(graphs):
-        model.zero_grad()
-        for x in (idx, idx.flip(0)):
-            torch.manual_seed(3)
-            model.nll(fast.stream(model, x, graphs), x).backward()
-        return {name: p.grad for name, p in model.named_parameters()}
-    for _ in range(3):  # after the first time, graphs are only replayed
-        assert_near(accumulated(graphs=True), accumulated(graphs=False), 1e-4)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1.1)
 
 
 # ---- unrolls in training ----
@@ -247,7 +215,7 @@ def test_one_unroll_gives_the_correction_network_zero_gradients():
     assert found and not any(found)
 
 
-@pytest.mark.parametrize('values', [dict(), *(dict(bptt=True, scan=scan) for scan in FORMS)], ids=str)
+@pytest.mark.parametrize('values', [dict(), dict(bptt=True)], ids=str)
 def test_evaluation_always_uses_K_unrolls_without_dropout(values):
     model, idx = make(K=5, dropout=0.5, **values), tokens()
     model.n_unrolls = 2
@@ -258,20 +226,35 @@ def test_evaluation_always_uses_K_unrolls_without_dropout(values):
 
 # ---- prefill ----
 
-def test_parallel_prefill_unrolls_to_convergence_and_ignores_padding():
+def n_unrolls(model, idx, lengths=None):
+    """Return the number of unrolls of a prompt, and the logits at all positions."""
+    with mock.patch.object(model, 'unroll', wraps=model.unroll) as unroll:
+        logits = model.extend(idx, model.new_cache(*idx.shape), lengths, all_positions=True)
+    return unroll.call_count, logits[..., :60]
+
+
+def test_prompts_are_unrolled_to_convergence_and_padding_is_ignored():
     model, idx = make(), tokens(T=60)
-
-    def n_unrolls(idx, lengths=None):
-        with mock.patch.object(model, 'unroll', wraps=model.unroll) as unroll:
-            model.extend(idx, model.new_cache(3, 60), lengths)
-        return unroll.call_count
-
-    all_tokens, three = n_unrolls(idx), n_unrolls(idx[:, :3])
-    assert 3 < all_tokens <= 61 and n_unrolls(F.pad(idx[:, :3], (0, 37), value=7), torch.tensor([3, 3, 3])) == three
+    all_tokens, first = n_unrolls(model, idx)[0], n_unrolls(model, idx[:, :20])[0]
+    assert 3 < first < all_tokens <= 61
+    assert n_unrolls(model, F.pad(idx[:, :20], (0, 37), value=7), torch.tensor([20, 20, 20]))[0] == first
     with torch.autocast('cpu', torch.bfloat16):  # stops at bf16 precision
-        assert n_unrolls(idx) < 40
+        assert n_unrolls(model, idx)[0] < 40
     model.config.prefill_tol = 0.1
-    assert n_unrolls(idx) < all_tokens
+    assert n_unrolls(model, idx)[0] < all_tokens
+
+
+@pytest.mark.parametrize('case, most', [('diverges', 4), ('many rows', 0), ('few tokens', 0)])
+def test_prompts_are_streamed_if_unrolls_would_take_longer(case, most):
+    model, idx = make(eos_id=EOS), tokens(T=60)
+    if case == 'diverges':  # as many untrained models do
+        torch.manual_seed(0)
+        model = model_context_ready.Model(model_context_ready.Config(**SMALL | dict(n_embd=64))).eval()
+    idx = {'many rows': idx.repeat(20, 1), 'few tokens': idx[:, :9]}.get(case, idx)
+    with torch.no_grad():
+        k, logits = n_unrolls(model, idx)
+        streamed = model.extend(idx, model.new_cache(*idx.shape, max_call=60), all_positions=True)[..., :60]
+    assert (k > 0) == (most > 0) and k <= most and torch.equal(logits, streamed)
 
 
 # ---- conversion ----
@@ -319,8 +302,8 @@ def test_contraction_estimates_equal_the_formula():
     moves = [papers.context_ready.unrolls.unrolled(model, part, part)[1] for part in (idx[:2], idx[2:])]
     found = papers.context_ready.unrolls.contraction(torch.cat(moves, 1))
     with torch.no_grad():
-        e, _, starts, _ = model.prepare(idx)
-        zs = list(model.iterates(idx, 4))
+        e, _, starts, *_ = model.prepare(idx)
+        zs = model.unrolls(idx, 4)
         second, third, fourth = [model.correct(F.pad(z, (0, 0, 1, 0))[:, :-1], e, starts) for z in zs[1:]]
     # the first two positions are exact
     after, before = ((a - b)[:, 2:].norm(dim=-1) for a, b in ((fourth, third), (third, second)))

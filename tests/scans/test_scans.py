@@ -15,15 +15,14 @@ from conftest import ROOT, run_subprocess, succeeded
 from references import assert_near, decode, loss_and_gradients, random_model
 
 import scans
-from scans import context_ready, gdn, gpn
+from scans import gdn, gpn
 
-FAST = {'gpn': gpn, 'context_ready': context_ready, 'gdn': gdn}  # {NAME: fast form of model_NAME.py}
+FAST = {'gpn': gpn, 'gdn': gdn}  # {NAME: fast form of model_NAME.py}
 MODELS = {name: fast.SMALL for name, fast in FAST.items()}
 PINNED = {
     'gpn': 'RMSNorm l2_normalize read Write Model.write_type Layer choose_rows Model.__init__ Model.ground '
            'Model.predict Model.step Model.first_state Model.loop Model.advance',
-    'gdn': 'read Block.step Block.empty_memory Block.loop Block._segment',
-    'context_ready': 'FFN Block Model.__init__ Model.sees Model.correct Model.step Model.loop'}
+    'gdn': 'read Block.step Block.empty_memory Block.loop Block._segment'}
 
 
 def make(file, name, **values):
@@ -73,8 +72,7 @@ def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys)
 
 EDITS = {  # name: a variable, and an edit of an equation
     'gpn': ('error', ('error = v - read(memory, k)', 'error = v')),
-    'gdn': ('error', ('error = v - read(memory, k)', 'error = v')),
-    'context_ready': ('zs', ('self.correction(z + e)', 'self.correction(z - e)'))}
+    'gdn': ('error', ('error = v - read(memory, k)', 'error = v'))}
 
 
 @pytest.mark.parametrize('name', EDITS)

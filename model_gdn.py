@@ -55,8 +55,7 @@ class Config:
 
     def __post_init__(self):
         check_sizes(self, n_head=1, d_k=1, d_v=1, conv_size=2, chunk_len=1)
-        if self.n_ffn is None:
-            self.n_ffn = max(1, round(23 / 12 * self.n_embd / 32)) * 32
+        self.n_ffn = self.n_ffn or max(1, round(23 / 12 * self.n_embd / 32)) * 32
 
 
 def l2_normalize(x):
@@ -114,56 +113,49 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
 
-    def step(self, memory, q, k, v, log_decay, beta):
-        """Apply the gated delta rule (section 3.1) to one token.
+    def step(self, x, memory):
+        """Apply the gated delta rule (section 3.1) to one token. Returns o (B, H, D), new memory.
 
             S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        o_t = S_t q_t
 
-        memory: (B, H, K, D), which is S^T; q, k: (B, H, K); v: (B, H, D); log_decay (log alpha),
-        beta: (B, H). Returns the output o (B, H, D) and the new memory.
+        x: q, k (B, H, K), v (B, H, D), log alpha and beta (B, H); memory: S^T, (B, H, K, D).
         """
+        q, k, v, log_decay, beta = x
         memory = log_decay.exp()[..., None, None] * memory
         error = v - read(memory, k)  # error of the decayed memory (in GPN: of the memory before the decay)
         memory = memory + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
         return read(memory, q), memory
 
-    def empty_memory(self, like):
-        """Return zeros (B, H, K, D), with the batch size, dtype and device of `like` (B, ...)."""
-        return like.new_zeros(len(like), *self.memory_shape)
-
     @outside_graphs  # the compiler would unroll all n steps
-    def loop(self, memory, *tokens, is_doc_start=None, active=None):
+    def loop(self, memory, tokens, is_doc_start=None, active=None):
         """Apply `step` to n tokens. Returns the outputs (B, n, H, D) and the last memory.
 
-        tokens: q, k, v, log_decay, beta as in `step`, but (B, n, ...); is_doc_start: (B, n), True
-        empties the memory before the token; active: (B, n), False skips the token. Activation
-        checkpointing: the backward pass recomputes one segment of chunk_len tokens at a time.
+        tokens: x of `step`, but (B, n, ...); is_doc_start: (B, n), True empties the memory before
+        the token; active: (B, n), False skips the token. Activation checkpointing: the backward
+        pass recomputes one segment of chunk_len tokens at a time.
         """
-        reads = []
+        def segment(memory, is_doc_start, active, *tokens):
+            outputs = []
+            for t in range(tokens[0].shape[1]):
+                before = memory if is_doc_start is None else memory.masked_fill(is_doc_start[:, t, None, None, None], 0)
+                output, after = self.step([x[:, t] for x in tokens], before)
+                memory = after if active is None else torch.where(active[:, t, None, None, None], after, memory)
+                outputs.append(output)
+            return outputs, memory
+
+        outputs = []
         for a in range(0, tokens[0].shape[1], self.chunk_len):
-            segment = [x if x is None else x[:, a:a + self.chunk_len] for x in (is_doc_start, active, *tokens)]
-            if torch.is_grad_enabled():
-                segment_reads, memory = checkpoint(self._segment, memory, *segment, use_reentrant=False)
-            else:
-                segment_reads, memory = self._segment(memory, *segment)
-            reads += segment_reads
-        return torch.stack(reads, 1), memory
+            args = memory, *(x if x is None else x[:, a:a + self.chunk_len] for x in (is_doc_start, active, *tokens))
+            new, memory = checkpoint(segment, *args, use_reentrant=False) if torch.is_grad_enabled() else segment(*args)
+            outputs += new
+        return torch.stack(outputs, 1), memory
 
-    def _segment(self, memory, is_doc_start, active, *tokens):
-        reads = []
-        for t in range(tokens[0].shape[1]):
-            before = memory
-            if is_doc_start is not None:
-                before = torch.where(is_doc_start[:, t, None, None, None], self.empty_memory(memory), memory)
-            memory_read, after = self.step(before, *(x[:, t] for x in tokens))
-            memory = after if active is None else torch.where(active[:, t, None, None, None], after, memory)
-            reads.append(memory_read)
-        return reads, memory
-
-    def scan(self, memory, *tokens, is_doc_start=None, active=None):
+    def scan(self, tokens, is_doc_start=None, active=None, memory=None):
         """Run `self.fast`, if set and there are several tokens, otherwise `loop`."""
+        if memory is None:
+            memory = tokens[0].new_zeros(len(tokens[0]), *self.memory_shape)
         if self.fast is None or tokens[0].shape[1] == 1:
-            return self.loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
+            return self.loop(memory, tokens, is_doc_start, active)
         with torch.autocast(memory.device.type, enabled=False):  # bf16 sums would differ from the loop's
             return self.fast(memory, tokens, is_doc_start, active, self.chunk_len)
 
@@ -184,10 +176,8 @@ class Block(nn.Module):
         q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)  # 1 / sqrt(K): official code
         beta = torch.sigmoid(heads(beta).squeeze(-1))  # (B, n, H)
         log_decay = -self.log_rate.exp() * F.softplus(heads(decay).squeeze(-1) + self.dt_bias)  # log alpha
-        if cache is None:
-            memory_read, _ = self.scan(self.empty_memory(q), q, k, v, log_decay, beta, is_doc_start=is_doc_start)
-        else:
-            memory_read = cache.scan(self, q, k, v, log_decay, beta, is_doc_start=is_doc_start)
+        tokens = q, k, v, log_decay, beta
+        memory_read = self.scan(tokens, is_doc_start)[0] if cache is None else cache.scan(self, tokens, is_doc_start)
         h = h + self.read_out(self.out_norm(memory_read.to(x.dtype)).flatten(2) * F.silu(self.read_gate(x)))
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
@@ -199,11 +189,10 @@ class Model(nn.Module):
         self.config = c = config
         if c.scan in ('fast', 'fla') and gdn is None:
             raise ValueError(f"scan = {c.scan!r} needs the folder scans/, which is missing: use scan = 'loop'")
-        self.fast = None  # function in scans/gdn.py that replaces `Block.loop`, or None
         if c.scan == 'fla':
             self.fast = gdn.import_fla()
-        elif pinned and pinned(self, gdn):
-            self.fast = gdn.scan_chunks
+        else:
+            self.fast = gdn.scan_chunks if pinned and pinned(self, gdn) else None  # in place of `Block.loop`
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
@@ -262,8 +251,7 @@ class Model(nn.Module):
     @property
     def memory_cells(self):
         """Return the number of values in the matrix memories of a sequence, L H K D."""
-        c = self.config
-        return c.n_layer * c.n_head * c.d_k * c.d_v
+        return len(self.blocks) * math.prod(self.blocks[0].memory_shape)
 
     def flops_per_token(self, T):
         """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
@@ -279,48 +267,43 @@ class Cache(StateCache):
 
         a row's tokens   [ 0 1 ...                     | ... n - 1 ]
         memory           [ n_written tokens            |           ]
-        windows          [              W - 1 tokens   | and these ]    inputs of each layer, is_eos
+        windows          [              W - 1 tokens   | and these ]
 
     The next call writes those that have not been rolled back.
     """
 
     def __init__(self, model, batch_size, max_call, device):
-        shape = batch_size, model.config.conv_size - 1 + max_call
-        dtype = torch.promote_types(model.embed.weight.dtype, torch.float32)
-        like = torch.empty(batch_size, device=device, dtype=dtype)
-        windows = {block.layer: like.new_zeros(*shape, sum(block.widths)) for block in model.blocks}
+        c, shape = model.config, (batch_size, model.config.conv_size - 1 + max_call)
+        like = dict(device=device, dtype=torch.promote_types(model.embed.weight.dtype, torch.float32))
+        windows = {block.layer: torch.zeros(*shape, sum(block.widths), **like) for block in model.blocks}
         super().__init__(windows | {'is_eos': torch.zeros(shape, device=device, dtype=torch.bool)}, max_call)
-        self.memory = torch.stack([block.empty_memory(like) for block in model.blocks])  # (L, B, H, K, D)
+        self.memory = torch.zeros(c.n_layer, batch_size, c.n_head, c.d_k, c.d_v, **like)
         self.n_written = torch.zeros_like(self.lengths)
 
     def begin(self, n, lengths):
-        """Start a call, see `StateCache.begin`."""
+        """Start a call, see `StateCache.begin`. It writes what can no longer be rolled back."""
         super().begin(n, lengths)
-        index, n_unwritten = torch.arange(max(n, self.max_call), device=self.rows.device), self.lengths - self.n_written
-        n_early = (self.n_new - self.max_call).clamp(min=0)  # new tokens that cannot be rolled back
-        self.is_unwritten = index[:self.max_call] >= self.max_call - n_unwritten[:, None]  # (B, max_call), last call's
-        self.is_early = index[:n] < n_early[:, None]  # (B, n)
-        self.n_written.copy_(self.lengths + n_early)
+        position = self.lengths[:, None] + torch.arange(-self.max_call, n, device=self.rows.device)
+        n_written = self.lengths + (self.n_new - self.max_call).clamp(min=0)
+        self.writes = (position >= self.n_written[:, None]) & (position < n_written[:, None])  # (B, max_call + n)
+        self.n_written.copy_(n_written)
 
     def join(self, name, x):
-        """Prepend the W - 1 + max_call tokens before the call to x (B, n, ...), which is stored."""
-        earlier = self.last(name, self.size)
+        """Store x (B, n, ...). Returns it after the W - 1 + max_call tokens before the call."""
+        earlier = self.last(name, self.size).to(x.dtype)
         self.push(name, x)
-        return torch.cat([earlier.to(x.dtype), x], 1)
+        return torch.cat([earlier, x], 1)
 
-    def scan(self, block, *tokens, is_doc_start):
-        """Return a layer's outputs (B, n, H, D) for the new tokens, and write what stays written.
-
-        tokens, is_doc_start: as in `Block.scan`, (B, max_call + n, ...), the last call first.
-        """
-        def scan(memory, part, active=None):
+    def scan(self, block, tokens, is_doc_start):
+        """Return outputs (B, n, H, D). tokens: (B, max_call + n, ...), the last call's first."""
+        def scan(part, active, memory):
             starts = None if is_doc_start is None else is_doc_start[:, part]
-            return block.scan(memory, *(x[:, part] for x in tokens), is_doc_start=starts, active=active)
+            return block.scan([x[:, part] for x in tokens], starts, active, memory)
 
-        last_call, new = slice(0, self.max_call), slice(self.max_call, None)
-        _, memory = scan(self.memory[block.layer], last_call, self.is_unwritten)
-        memory_read, _ = scan(memory, new)
-        if self.is_early.shape[1] > self.max_call:
-            _, memory = scan(memory, new, self.is_early)
+        old, new = slice(self.max_call), slice(self.max_call, None)
+        _, memory = scan(old, self.writes[:, old], self.memory[block.layer])
+        memory_read, _ = scan(new, None, memory)
+        if tokens[0].shape[1] > 2 * self.max_call:
+            _, memory = scan(new, self.writes[:, new], memory)
         self.memory[block.layer] = memory
         return memory_read

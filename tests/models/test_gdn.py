@@ -53,7 +53,7 @@ def scan(form, memory, *tokens, is_doc_start=None, active=None, chunk_len=64):
     if form == 'fast':
         return gdn.scan_chunks(memory, tokens, is_doc_start, active, chunk_len)
     config = G.Config(n_layer=1, n_head=2, d_k=memory.shape[2], d_v=memory.shape[3], chunk_len=chunk_len)
-    return G.Block(config, 0).loop(memory, *tokens, is_doc_start=is_doc_start, active=active)
+    return G.Block(config, 0).loop(memory, tokens, is_doc_start, active)
 
 
 def with_gradients(outputs, inputs):

@@ -22,7 +22,7 @@ MODELS = {name: fast.SMALL for name, fast in FAST.items()}
 PINNED = {
     'gpn': 'RMSNorm l2_normalize read Write Model.write_type Layer choose_rows Model.__init__ Model.ground '
            'Model.predict Model.step Model.first_state Model.loop Model.advance',
-    'gdn': 'read Block.step Block.empty_memory Block.loop Block._segment'}
+    'gdn': 'read Block.step Block.loop'}
 
 
 def make(file, name, **values):

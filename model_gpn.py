@@ -7,16 +7,17 @@ next token is decoded. The memory is written once per token by the gated delta r
 the previous grounded state and a value from the current one.
 
 Read `Write`, `Layer` and `Model.step`, the paper's equations, then `Model.loop`, which applies them
-token by token. scans/gpn.py computes the same function faster; it is used as long as the equations
-here are unedited. From the official code: the RMSNorms that eq. 4, 8, 9 and 11 do not show, and
-the biases of Gate_f, Gate_p, queries, keys and decay.
+token by token. In training on a CPU, scans/recurrent.py compiles `step` as it is written here: an
+edit trains as fast. On a GPU, scans/gpn.py has kernels for the unedited equations. From the
+official code: the RMSNorms that eq. 4, 8, 9 and 11 do not show, and the biases of Gate_f, Gate_p,
+queries, keys and decay.
 
     B  batch size   T  positions   C  state width, n_embd (the paper's d)   E  embedding width d_emb
     L  layers       F  feed-forward width, n_ffn     H  memory heads         V  vocabulary, padded
     K  key size of a head, d_k     D  value size, d_v                        M  memory (B, H, K, D)
     s  predicted state s^p (B, C)  g  grounded state s^g (B, C)              x_t  token t
     u  a token's contribution to the state (B, C)    n  tokens per `extend` call
-    carry_mask  False where a document starts        active  False where a row skips the step
+    carry_mask  False where a document starts
 """
 import functools
 import math
@@ -29,11 +30,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attn_kernels import CrossEntropy, check_sizes, chunked_loss, counted_targets, mask_padding, outside_graphs
+from state_cache import StateCache
 
 try:
-    from scans import gpn, pinned
+    from scans import gpn, pinned, recurrent
 except ModuleNotFoundError:  # the folder scans/ is optional
-    gpn = pinned = None
+    gpn = pinned = recurrent = None
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Config:
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, to a multiple of 128 (inferred: 6656 at 2496)
     bptt_len: int | None = None  # truncated BPTT: gradients stop at multiples of this many steps; None: never
     segment_len: int = 32  # steps recomputed at a time in the backward pass; the same result
-    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # fast: scans/gpn.py; loop: the equations; auto: fast if unedited
+    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # loop: the equations; auto: scans/; fast: on a GPU also if edited
     decoder_bias: bool = False  # learned bias in the decoder (section 7.2; placed as in the official code)
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial embedding and read_out; others: `init_linear`
@@ -176,7 +178,7 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size)
         self.init_weights()
-        self.fast = pinned is not None and pinned(self, gpn) is not None  # use scans/gpn.py where it can run
+        self.fast = gpn and pinned(self, gpn)  # for GPUs, unless the equations are edited
 
     def init_weights(self):
         """Initialize all weights as in the official code."""
@@ -226,55 +228,60 @@ class Model(nn.Module):
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
 
     @outside_graphs  # torch.compile would unroll all T steps; only `step` is compiled
-    def loop(self, u, carry_mask=None, active=None, state=None, compiled=False):
-        """Apply `step` to n tokens, starting from state (s, g, M) or, if None, from `first_state`.
+    def loop(self, u, carry_mask=None, compiled=False):
+        """Apply `step` to T tokens. Returns the predicted states, (B, T, C).
 
-        u: (B, n, C). carry_mask: (B, n), False where a document starts. active: (B, n), False where
-        a row keeps its state. Returns the predicted states (B, n, C) and the last s, g, M.
+        u: (B, T, C). carry_mask: (B, T), False where a document starts.
         Activation checkpointing: the backward pass recomputes one segment of steps at a time.
         """
-        c, n, first = self.config, u.shape[1], self.first_state(len(u), u.device)
+        c, T, first = self.config, u.shape[1], self.first_state(len(u), u.device)
         step = torch.compile(self.step) if compiled else self.step
 
         def segment(start, *state):
             states = []
-            for t in range(start, min(start + c.segment_len, n)):
+            for t in range(start, min(start + c.segment_len, T)):
                 if t > 0 and c.bptt_len and t % c.bptt_len == 0:
                     state = [x.detach() for x in state]
-                before = state if carry_mask is None else choose_rows(carry_mask[:, t], state, first)
-                after = step(u[:, t], *before)
-                state = after if active is None else choose_rows(active[:, t], after, state)
+                if carry_mask is not None:
+                    state = choose_rows(carry_mask[:, t], state, first)
+                state = step(u[:, t], *state)
                 states.append(state[0])
             return torch.stack(states, 1), *state
 
         run = functools.partial(checkpoint, segment, use_reentrant=False) if torch.is_grad_enabled() else segment
-        state, states = state or first, []
+        state, states = first, []
         with torch.autocast('cpu', enabled=False):  # on CPU, bf16 is slower here and less exact
-            for start in range(0, n, c.segment_len):
+            for start in range(0, T, c.segment_len):
                 part, *state = run(start, *state)
                 states.append(part)
-        return torch.cat(states, 1), state
+        return torch.cat(states, 1)
 
     # ---- training ----
 
-    def states(self, idx):
-        """Return the predicted states (B, T, C), in fp32 or wider. idx: (B, T)."""
-        u, carry_mask = self.ground_input(idx), None
+    def states(self, idx, compiled=False):
+        """Return the predicted states (B, T, C), in fp32 or wider. idx: (B, T).
+
+        compiled: use scans/recurrent.py, which takes 15 s for the first batch of a shape.
+        """
+        c, u, carry_mask = self.config, self.ground_input(idx), None
         u = u.to(torch.promote_types(u.dtype, torch.float32))
-        if self.config.eos_id is not None:
-            carry_mask = F.pad(idx[:, :-1] != self.config.eos_id, (1, 0), value=True)
+        if c.eos_id is not None:
+            carry_mask = F.pad(idx[:, :-1] != c.eos_id, (1, 0), value=True)
         if self.fast and gpn.runs_on(u.device):
             return gpn.scan_states(self, u, carry_mask)
-        return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())[0]
+        if compiled and recurrent and c.scan != 'loop' and recurrent.runs_on(u.device):
+            first = self.first_state(len(u))
+            return recurrent.scan(self, self.step, [u], first, carry_mask, c.segment_len, c.bptt_len)
+        return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
 
-    def final_hidden(self, idx):
+    def final_hidden(self, idx, compiled=False):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, E)."""
-        return self.head_input(self.states(idx))
+        return self.head_input(self.states(idx, compiled))
 
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, nats per token (eq. 3). idx, targets: (B, T); -1 is ignored."""
         targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
+        rows = self.final_hidden(idx, compiled=True).flatten(0, 1), targets.flatten()
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
@@ -294,47 +301,35 @@ class Model(nn.Module):
     # ---- decoding ----
 
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
-        """Return an empty cache for batch_size rows. Its size does not depend on max_tokens.
+        """Return an empty cache for batch_size rows: the state after each of the last tokens.
 
-        scans/gpn.py copies the weights here, so later weight updates do not reach this cache.
+        Its size does not depend on max_tokens.
         """
-        device = device or self.fuse.weight.device
-        decoder = gpn.Decoder(self, device) if self.fast and gpn.runs_on(torch.device(device)) else self
-        return Cache(decoder, self.config.eos_id, batch_size, max_tokens, max_call, self.config.d_emb, device)
+        s, g, memory = self.first_state(batch_size, device)
+        state = dict(s=s, g=g, memory=memory, ended=torch.zeros_like(s[:, 0], dtype=torch.bool))
+        return StateCache({name: torch.stack([x] * (max_call + 1), 1) for name, x in state.items()}, max_call)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n), for any n; return next-token logits as in model_standard.py."""
-        n, active, shift = tokens.shape[1], None, torch.zeros_like(tokens[:, :1])
-        position = torch.arange(n, device=tokens.device)
-        if lengths is not None:  # align rows on the right, so that all end at the same step
-            shift = (n - lengths).unsqueeze(1)
-            tokens, active = tokens.gather(1, (position - shift).clamp(min=0)), position >= shift
-        h = self.head_input(cache.append(tokens, self.ground_input(tokens), active))
-        cache.lengths += n if lengths is None else lengths
-        tail = shift.clamp(min=n - cache.max_call) + position[:cache.max_call]  # each row's last max_call tokens
-        cache.hidden[:, :tail.shape[1]] = h.take_along_dim(tail.clamp(max=n - 1).unsqueeze(-1), 1)
+        c, u, states = self.config, self.ground_input(tokens), []
+        first = self.first_state(len(u), u.device)
+        for t in range(tokens.shape[1]):
+            is_token = None if lengths is None else t < lengths
+            cache.begin(1, is_token if lengths is None else is_token.long())
+            *before, ended = (cache.last(name, 1)[:, 0] for name in cache.windows)
+            with torch.autocast(u.device.type, enabled=False):
+                state = self.step(u[:, t].to(first[0].dtype), *choose_rows(ended, first, before))
+            state = *state, tokens[:, t] == (-1 if c.eos_id is None else c.eos_id)
+            if lengths is not None:
+                state = choose_rows(is_token, state, [*before, ended])
+            for name, x in zip(cache.windows, state):
+                cache.push(name, x.unsqueeze(1))
+            states.append(cache.end(state[0].unsqueeze(1)))
+        h = self.head_input(torch.stack(states, 1))
         if not all_positions:
-            h = h[:, -1]
-        elif lengths is not None:  # align on the left again
-            h = h.take_along_dim((position + shift).clamp(max=n - 1).unsqueeze(-1), 1)
+            h = h[:, -1]  # also of shorter rows, which keep their state
         return mask_padding(self._logits(h), self.config.n_ids)
-
-    def advance(self, state, u, carry_mask=None, active=None):
-        """Run `loop` for a `Cache` and return the predicted states (B, n, C).
-
-        state: s, g, M, each (1, B, ...), updated in place, or (n + 1, B, ...), which gets the state
-        after token t in entry t + 1. u: (B, n, C); masks: (B, n) or None.
-        """
-        n, states = u.shape[1], []
-        size = n if len(state[0]) == 1 else 1
-        for t in range(0, n, size):
-            masks = (x if x is None else x[:, t:t + size] for x in (carry_mask, active))
-            part, after = self.loop(u[:, t:t + size], *masks, [x[t] for x in state])
-            for x, new in zip(state, after):
-                x[min(t + 1, len(x) - 1)] = new
-            states.append(part)
-        return torch.cat(states, 1)
 
     @property
     def memory_cells(self):
@@ -353,53 +348,3 @@ class Model(nn.Module):
 def choose_rows(mask, a, b):
     """Return the rows of tensors a where mask (B,) is True, else those of b. Tensors: (B, ...)."""
     return [torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, y) for x, y in zip(a, b)]
-
-
-class Cache:
-    """State and memory of each row, now and before each of the last max_call tokens.
-
-        tokens of the last call        ...     n - 2      n - 1
-        history [ ... | [-3] before n - 2 | [-2] before n - 1 | [-1] now ]     max_call + 1 entries
-
-    `rollback(n)` copies entry [-1 - n] to [-1]. Longer calls keep only the entries that fit.
-    """
-
-    def __init__(self, decoder, eos_id, batch_size, max_tokens, max_call, width, device):
-        self.decoder, self.eos_id, self.max_tokens, self.max_call = decoder, eos_id, max_tokens, max_call
-        ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)  # True after the last token of a document
-        state = *decoder.first_state(batch_size, device), ended
-        self.history = [torch.stack([x] * (max_call + 1)) for x in state]  # [-1] is now, [-1 - i] is i tokens ago
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # tokens held by each row
-        self.hidden = state[0].new_zeros(batch_size, max_call, width)  # h of the last call's last tokens
-
-    @property
-    def nbytes(self):
-        return sum(x.nbytes for x in (*self.history, self.lengths, self.hidden))
-
-    def append(self, tokens, u, active):
-        """Run tokens (B, n) and return the predicted states (B, n, C). u, active: see `loop`."""
-        (*state, ended), u, carry_mask = self.history, u.to(self.history[0].dtype), None
-        early, m = max(0, tokens.shape[1] - self.max_call), min(tokens.shape[1], self.max_call)
-        for x in self.history:
-            x[-1 - m].copy_(x[-1])
-        if self.eos_id is not None:
-            ends = tokens == self.eos_id
-            ends = ends if active is None else torch.where(active, ends, ended[-1])
-            ends = torch.cat([ended[-1], ends], 1)  # including the token before the call
-            carry_mask = ~ends[:, :-1]
-            ended[-1 - m:] = ends[:, early:].T.unsqueeze(-1)
-
-        def advance(part, places):
-            masks = (x if x is None else x[:, part] for x in (carry_mask, active))
-            return self.decoder.advance([x[places] for x in state], u[:, part], *masks)
-
-        states = [advance(slice(0, early), slice(-1 - m, -m))] if early else []
-        return torch.cat([*states, advance(slice(early, None), slice(-1 - m, None))], 1)
-
-    @torch.no_grad()
-    def rollback(self, n):
-        """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
-        row = torch.arange(len(self.lengths), device=self.lengths.device)
-        for x in self.history:
-            x[-1].copy_(x[self.max_call - n + torch.zeros_like(row), row])
-        self.lengths -= n

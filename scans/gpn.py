@@ -1,10 +1,11 @@
-"""A fast `Model.loop` for model_gpn: `scan_states` for training, `Decoder` for decoding.
+"""A fast `Model.loop` for model_gpn on a GPU: `scan_states`.
 
-    scans/gpn.py               any device: weights and their gradients, segments, decoding
-    scans/gpn_gpu.py           a GPU: the steps of a segment, as a CUDA graph. It has the operations
-                               below as plain PyTorch functions, and a Triton kernel for each but
-                               `gated_add_norm`, which torch.compile fuses
-    scans/gpn_cpu.py, gpn.c    a CPU: the steps of a segment, as one call of C
+    scans/gpn.py        weights and their gradients, segments
+    scans/gpn_gpu.py    the steps of a segment, as a CUDA graph. It has the operations below as
+                        plain PyTorch functions, and a Triton kernel for each but `gated_add_norm`,
+                        which torch.compile fuses
+
+On a CPU, recurrent.py runs `Model.step` itself.
 
 A step is `Model.step`, regrouped. Given the token's u, it turns the state s, the key k of the next
 write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^2), `l2_normalize`:
@@ -24,39 +25,29 @@ write and the memory M into those after the token. n(x) is x / sqrt(|x|^2 + eps^
   product per segment (`scan_backward`).
 
 To change an equation, change all of its places below, and `paper_states` in test_gpn.py. For
-beta in eq. 9, they are in row memory_inputs: the plain function and both kernels; in C, `beta_of`
-and dz[write_gate]. Then, in this order:
+beta in eq. 9, they are in row memory_inputs: the plain function and both kernels. Then, in this
+order:
 
-    pytest tests/models/test_gpn.py   equations with `paper_states`, C with repeated `Model.step`
-    pytest tests/scans -k gpn         C with `Model.loop`, kernels with their plain functions. The
+    pytest tests/models/test_gpn.py   equations with `paper_states`
+    pytest tests/scans -k gpn         kernels with their plain functions, and with `Model.loop`. The
                                       test of pins shows the new pin; EDITS quote a line of eq. 10
-    PINS = {new pin}                  enables C and kernels; an old pin would run the new equation
-                                      for copies of the old model_gpn.py
+    PINS = {new pin}                  enables the kernels; an old pin would run the new equation for
+                                      copies of the old model_gpn.py
 
 Without Triton, the kernels are not compared, but the pin enables them. Only a GPU captures CUDA
 graphs and compiles `gated_add_norm` and its backward: repeat tests/scans/test_gpn_scan.py there.
 
-In the table, "it" is the function of that name, and "here" is this file.
+In the table, "it" is the function of that name in gpn_gpu.py, and "here" is this file.
 
-                    gpn_gpu.py                                gpn.c, forward and backward
-    gated_add_norm  it, `norm_and_gate_backward`, `gated`,    sigmoid(z0[..]), sigmoid(z[b..]),
-                    `recompute`: state after eq. 4,           du, `l2_normalize` of C
-                    `steps`: n(s), `backward`: slope, du;
-                    here `Sizes.eps`, `fold`: `times_norm`
-    memory_inputs   it, its two kernels, `_normalized_key`,   `key`, `key_backward`, `decay_of`,
-                    `_softplus`, `key_of`, `load`; here       `beta_of`, dz[write_gate],
-                    `KEY_EPS`, `Sizes.key_of`, and            dz[decay_gate], drate, v at `values`
-                    `fold`: exp(A), first key
-    delta_step      it, its two kernels; `step`: beta and     `write`, `read_memory`, and the
-                    decay if not active; above layer one,     backward of both
-                    `read_heads`, `read_backward`
-    glu             it, its two kernels; here `Sizes.eps`     loops over F, H * D and Y,
-                    and `fold`: weight of the read's norm     `l2_normalize` of H * D
-    columns of z    as memory_inputs, and `recompute`; here   `width`, `values`, z1, keys' offsets
-                    `fold`, `columns`, `next_key`
-    documents, and  carry, first_key, dfirst, next_carry,     `carry_at`, first_key, dfirst,
-    cuts of BPTT    is_cut; here `scan_forward` and           reset of s0 and k0, `cut`
-                    `scan_backward`, `Decoder.first_state`
+    gated_add_norm  it, `norm_and_gate_backward`, `gated`, `recompute`: state after eq. 4, `steps`:
+                    n(s), `backward`: slope, du; here `Sizes.eps`, `fold`: `times_norm`
+    memory_inputs   it, its two kernels, `_normalized_key`, `_softplus`, `key_of`, `load`; here
+                    `KEY_EPS`, `Sizes.key_of`, and `fold`: exp(A), first key
+    delta_step      it, its two kernels; above layer one, `read_heads`, `read_backward`
+    glu             it, its two kernels; here `Sizes.eps` and `fold`: weight of the read's norm
+    columns of z    as memory_inputs, and `recompute`; here `fold`, `columns`, `next_key`
+    documents, and  carry, first_key, dfirst, next_carry, is_cut; here `scan_forward` and
+    cuts of BPTT    `scan_backward`
 
 Memory in training, for R segments of at most S = segment_len steps: u and states (L + 1) T B C,
 products T B P with P = C + L (C + 2F) + H ((L + 1) K + (2L + 1) D + 2), and M at each segment's
@@ -64,23 +55,20 @@ start, R B H K D. The backward adds (S + 1) B H K D for one segment's M and a fe
 all T steps is never stored. Letters as in model_gpn.py.
 """
 import functools
-import sys
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-from attn_kernels import outside_graphs
-
-from . import gpn_cpu, kernels_on_cpu, triton
-from .gpn_cpu import CSteps, c_dtype
+from . import kernels_on_cpu, triton
 from .gpn_gpu import Graph, KernelSteps, key_of
 
-PINS = {'7aa4d913c5769cdb'}  # digests of what `implements` lists
+PINS = {'64b048f887dfef08'}  # digests of what `implements` lists
 SMALL = dict(n_layer=2, n_head=2, n_embd=24, d_emb=16, d_k=8, d_v=12, n_ffn=40, vocab_size=64, n_ids=60, segment_len=5,
              eos_id=59, bptt_len=7)  # a model with most branches, for tests
 
+WHERE = ' on a GPU'  # for the warning that an edit is not implemented here
 KEY_EPS = 1e-6  # eps of `l2_normalize` in model_gpn.py
 
 
@@ -88,26 +76,12 @@ def implements(model_file):
     """Return the code that this file re-implements, so that edits to it are detected."""
     m = model_file
     return [m.RMSNorm, m.l2_normalize, m.read, m.Write, m.Model.write_type, m.Layer, m.choose_rows,
-            m.Model.__init__, m.Model.ground, m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop,
-            m.Model.advance]
+            m.Model.__init__, m.Model.ground, m.Model.predict, m.Model.step, m.Model.first_state, m.Model.loop]
 
 
 def runs_on(device):
-    """Return True on a GPU with Triton, and on a CPU with a C compiler."""
-    if device.type == 'cuda' and triton is not None or kernels_on_cpu():
-        return True
-    return _compiles_c(device.type)
-
-
-@outside_graphs
-@functools.cache
-def _compiles_c(device_type):
-    if device_type == 'cpu' and gpn_cpu.build(torch.float32) is not None:
-        return True
-    if device_type != 'meta':
-        print(f"GPN's equations run step by step on this {device_type} (slower): scans/gpn.py needs Triton on a GPU, "
-              'and a C compiler on a CPU (cc, or set CC)', file=sys.stderr)
-    return False
+    """Return True on a GPU with Triton, and in Triton's interpreter."""
+    return device.type == 'cuda' and triton is not None or kernels_on_cpu()
 
 
 # ---- weights: norms folded in, one product for everything that reads the same vector ----
@@ -121,7 +95,7 @@ def _compiles_c(device_type):
 
 
 class Sizes(NamedTuple):
-    """Sizes that the scan needs from a Config. The first six are C to L of `sizes` in gpn.c."""
+    """Sizes that the scan needs from a Config."""
 
     n_embd: int
     n_ffn: int
@@ -199,19 +173,13 @@ def fold(model):
 
 # ---- the operator: all steps of a batch, a custom op, so that the compiler sees no loop ----
 
-def uses_c(device):
-    return device.type == 'cpu' and not kernels_on_cpu()
-
-
 @functools.cache
 def _kernels_of(folded_shapes, sizes, norm_eps, dtype, device):
     return KernelSteps([torch.empty(shape, device=device) for shape in folded_shapes], sizes, norm_eps, dtype)
 
 
-def get_steps(folded, sizes, norm_eps, dtype, backward=False):
-    """Return the steps with these weights. On a GPU, objects are reused: they hold CUDA graphs."""
-    if uses_c(folded[0].device):
-        return CSteps(folded, sizes, norm_eps, dtype, backward)
+def get_steps(folded, sizes, norm_eps, dtype):
+    """Return the steps with these weights. Objects are reused: they hold CUDA graphs."""
     shapes = tuple(x.shape for x in folded)
     return _kernels_of(shapes, sizes, norm_eps, dtype, folded[0].device).load(folded)
 
@@ -237,7 +205,7 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
     """Return the predicted states (T, B, C) and, if record, what the backward needs.
 
     u: (T, B, C); carry: (T, B, 1) or None. Recorded: the memory at the start of each segment, the
-    states between layers, and the products (in dtype; in C, in u's).
+    states between layers, and the products, in dtype.
     """
     T, sizes = len(u), Sizes(*sizes)
     L, usual = sizes.n_layer, min(T, sizes.segment_len, sizes.bptt_len)
@@ -245,11 +213,10 @@ def scan_forward(u: torch.Tensor, carry: torch.Tensor | None, folded: list[torch
         steps = get_steps(folded, sizes, norm_eps, dtype)
         outputs = _empty_outputs(u, sizes, dtype, record)
         out, memories, *saved = outputs
-        s, memory = torch.zeros_like(u[:1]), torch.zeros_like(memories[:1])
-        k = steps.first_key.repeat(1, u.shape[1], 1, 1)
+        s, memory, k = torch.zeros_like(u[0]), torch.zeros_like(memories[0]), steps.first_key.repeat(u.shape[1], 1, 1)
         for r, (a, b) in enumerate(sizes.segments(T)):
             if record:
-                memories[r] = memory[0]
+                memories[r] = memory
             inputs = s, k, memory, u[a:b], None if carry is None else carry[a:b]
             s, k, memory, step_outputs = run_segment(steps, steps.steps, inputs, b - a == usual)
             out[a:b] = step_outputs[L - 1]
@@ -265,8 +232,7 @@ def _empty_outputs(u, sizes, dtype, record):
     outputs = [torch.empty_like(u), u.new_empty(R, B, sizes.n_head, sizes.d_k, sizes.d_v)]
     if record:
         outputs += [torch.empty_like(u) for _ in range(sizes.n_layer - 1)]
-        saved = u.dtype if uses_c(u.device) else dtype
-        outputs += [u.new_empty(T, B, width, dtype=saved) for width in sizes.saved_widths()]
+        outputs += [u.new_empty(T, B, width, dtype=dtype) for width in sizes.saved_widths()]
     return outputs
 
 
@@ -285,7 +251,7 @@ def scan_backward(grad: torch.Tensor, u: torch.Tensor, carry: torch.Tensor | Non
             total.add_(dout.T @ x)
 
     with torch.autocast(u.device.type, enabled=False):
-        steps, grad_u = get_steps(folded, sizes, norm_eps, dtype, backward=True), torch.empty_like(u)
+        steps, grad_u = get_steps(folded, sizes, norm_eps, dtype), torch.empty_like(u)
         totals = [torch.zeros_like(x, dtype=u.dtype) for x in folded]
         ds, dk, dm = u.new_zeros(B, C), u.new_zeros(B, H, K), torch.zeros_like(memories[0])
         for (a, b), memory in reversed(list(zip(sizes.segments(T), memories))):
@@ -343,10 +309,6 @@ def _scan_backward(ctx, grads):
 _scan_op.register_autograd(_scan_backward, setup_context=_save_for_backward)
 
 
-def product_dtype(dtype, device):
-    return c_dtype(dtype) if uses_c(device) else dtype
-
-
 def scan_states(model, u, carry_mask=None):
     """Compute `Model.loop`: return the states (B, T, C). u: (B, T, C), fp32 or wider."""
     c, dtype, kind = model.config, model.fuse.weight.dtype, u.device.type
@@ -355,36 +317,4 @@ def scan_states(model, u, carry_mask=None):
     if carry_mask is not None:
         carry_mask = carry_mask.T.unsqueeze(-1).to(u.dtype, memory_format=torch.contiguous_format)
     return _scan_op(u.transpose(0, 1).contiguous(), carry_mask, fold(model), list(Sizes.from_config(c)), c.norm_eps,
-                    product_dtype(dtype, u.device), torch.is_grad_enabled())[0].transpose(0, 1)
-
-
-# ---- decoding ----
-
-class Decoder:
-    """Decoding with weights folded once: `first_state` and `advance` of the model, on s, k, M."""
-
-    @torch.no_grad()
-    def __init__(self, model, device):
-        c, device = model.config, torch.device(device)
-        self.sizes, self.segment_len = Sizes.from_config(c), c.segment_len
-        folded = [w.to(device, copy=True) for w in fold(model)]
-        make = CSteps if uses_c(device) else KernelSteps
-        self.steps = make(folded, self.sizes, c.norm_eps, product_dtype(model.fuse.weight.dtype, device))
-
-    def first_state(self, batch_size, device=None):
-        """Return s, k and M at the start of a document."""
-        c, k = self.sizes, self.steps.first_key.repeat(batch_size, 1, 1)
-        return k.new_zeros(batch_size, c.n_embd), k, k.new_zeros(batch_size, c.n_head, c.d_k, c.d_v)
-
-    def advance(self, state, u, carry_mask=None, active=None):
-        """See `Model.advance`. The states returned for inactive tokens have no meaning."""
-        masks, states = [x if x is None else x.unsqueeze(-1) for x in (carry_mask, active)], []
-        if carry_mask is not None:
-            masks[0] = masks[0].to(u.dtype)
-        with torch.autocast(u.device.type, enabled=False):  # autocast would read the memory in bf16
-            for a in range(0, u.shape[1], self.segment_len):  # in parts: `steps` holds all products of a part
-                b = min(a + self.segment_len, u.shape[1])
-                part = [x if x is None else x[:, a:b].transpose(0, 1).contiguous() for x in (u, *masks)]
-                places = [x if len(x) == 1 else x[a:b + 1] for x in state]
-                states.append(self.steps.steps(*places, *part)[3][self.sizes.n_layer - 1].transpose(0, 1))
-        return torch.cat(states, 1)
+                    dtype, torch.is_grad_enabled())[0].transpose(0, 1)

@@ -407,14 +407,13 @@ class KernelSteps:
         self.rates.copy_(torch.stack([folded[-2], folded[3][decay]]))
         return self
 
-    def step(self, s, normed, k, memory, memory_after, u, carry=None, active=None):
+    def step(self, s, normed, k, memory, u, carry=None):
         """Compute `Model.step`, given the previous key instead of the previous grounded state.
 
-        s, u: (B, C); normed: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D); the new one
-        is stored in memory_after; carry: (B, 1), 0 where a document starts; active: (B, 1), False
-        where the memory is kept. Returns s, normed, k; for the backward, states and products.
-        Where a document starts, z still comes from the previous document's s. That is harmless only
-        because eq. 4 multiplies its gate by s, which carry makes 0. (C resets s first.)
+        s, u: (B, C); normed: `l2_normalize`(s); k: (B, H, K); memory: (B, H, K, D), updated in
+        place; carry: (B, 1), 0 where a document starts. Returns s, normed, k; for the backward,
+        states and products. Where a document starts, z still comes from the previous document's s.
+        That is harmless only because eq. 4 multiplies its gate by s, which carry makes 0.
         """
         z = F.linear(normed, *self.ground)
         states, products = [], [z]
@@ -424,12 +423,10 @@ class KernelSteps:
             gate_in, memory_in, glu_in = z.split(self.sizes.columns(i), -1)
             if i == 0:
                 q, next_k, v, beta, decay = launch_memory_inputs(memory_in, self.rates, self.heads)  # eq. 8, 9
-                if active is not None:  # no write and no decay where M stays; `steps` keeps s and k
-                    beta, decay = beta * active, torch.where(active, decay, 1.0)
                 write = k, v, beta, decay
-                memory_read = launch_delta_step(memory, memory_after, write, q, carry, self.first_key)  # eq. 10
+                memory_read = launch_delta_step(memory, memory, write, q, carry, self.first_key)  # eq. 10
             else:
-                memory_read = read_heads(memory_after, *launch_memory_inputs(memory_in, None, self.heads))
+                memory_read = read_heads(memory, *launch_memory_inputs(memory_in, None, self.heads))
             memory_read = memory_read.flatten(1)
             products += [z, memory_read]
             y = launch_glu(glu_in, memory_read, self.read_eps, self.dtype)
@@ -437,31 +434,16 @@ class KernelSteps:
             states.append(x)
         return x, normed, next_k, states, products
 
-    def steps(self, s, k, memory, u, carry=None, active=None):
-        """Run S steps. u: (S, B, C); carry: (S, B, 1) in u's dtype; active: (S, B, 1) bool.
+    def steps(self, s, k, memory, u, carry=None):
+        """Run S steps. u: (S, B, C); carry: (S, B, 1) in u's dtype; memory is updated in place.
 
-        s (1, B, C), k (1, B, H, K), memory (1, B, H, K, D) are updated in place, or with S + 1
-        entries, from entry t to t + 1. Returns them, the layers' states and products (S, B, ...).
+        Returns s (B, C), k (B, H, K), memory (B, H, K, D), the layers' states and the products,
+        both (S, B, ...).
         """
-        if active is not None and carry is not None:
-            carry = torch.where(active, carry, 1.0)
-        state, key, normed, outputs = s[0], k[0], None, []
+        normed, outputs = l2_normalize(s, self.state_eps)[0].to(self.dtype), []
         for t in range(len(u)):
-            if normed is None:
-                normed = l2_normalize(state, self.state_eps)[0].to(self.dtype)
-            start, end = (t, t + 1) if len(s) > 1 else (0, 0)
-            carry_t, active_t = (x if x is None else x[t] for x in (carry, active))
-            after, normed, after_key, states, products = self.step(state, normed, key, memory[start], memory[end],
-                                                                   u[t], carry_t, active_t)
-            if active is not None:
-                after = torch.where(active_t, after, state)
-                after_key, normed = torch.where(active_t.unsqueeze(-1), after_key, key), None
-            state, key = after, after_key
-            if end == t + 1 or t + 1 == len(u):
-                s[end], k[end] = state, key
+            s, normed, k, states, products = self.step(s, normed, k, memory, u[t], None if carry is None else carry[t])
             outputs.append((*states, *products))
-        if len(u) == 1:  # avoid copies in decoding
-            return s, k, memory, [x.unsqueeze(0) for x in outputs[0]]
         return s, k, memory, [torch.stack(x) for x in zip(*outputs)]
 
     def backward(self, u, carry, start, grads, saved, is_cut):

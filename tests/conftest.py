@@ -70,6 +70,13 @@ def kernels_device(monkeypatch):
     return 'cpu'
 
 
+@pytest.fixture(autouse=True)
+def recurrences_are_traced_but_not_compiled(request, monkeypatch):
+    """Run the graphs of scans/recurrent.py in Python: compiling one takes 2 to 8 s."""
+    if request.node.get_closest_marker('compiles') is None:
+        monkeypatch.setattr('torch._inductor.compile', lambda graph, examples, options: graph)
+
+
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
     """Write short random documents as byte tokens in several shards; return the folder."""

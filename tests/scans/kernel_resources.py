@@ -94,7 +94,7 @@ def gpn():
             shapes += [(sum(sizes.columns(i)), C), (sum(sizes.columns(i)),), (C, n_ffn + H * D_v)]
         w = gpn_gpu.KernelSteps([full(*shape) for shape in (*shapes, (H,), (H, D_k))], sizes, 1e-6, dtype)
         carry, u, k, memory = full(S, B, 1) if documents else None, full(S, B, C), full(B, H, D_k), full(B, H, D_k, D_v)
-        outputs = w.steps(u[:1], k[None], memory[None], u, carry)[3]
+        outputs = w.steps(u[0], k, memory, u, carry)[3]
         saved = [x for i, x in enumerate(outputs) if i != L - 1]
         w.backward(u, carry, (u, k, memory), (u, u[0], k, memory), saved, False)
 

@@ -1,99 +1,18 @@
-"""scans/gpn.py: C code and Triton kernels against the equations, in float64 by default."""
-import platform
-import shutil
+"""scans/gpn.py: Triton kernels against the equations, in float64 by default."""
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import saved_bytes
 from references import assert_near, loss_and_gradients
-from test_gpn import SMALL, make, needs_c, needs_triton, plain_states, results, scale_keys
-from test_models import decode_in_pieces
+from test_gpn import make, needs_triton, plain_states, results, scale_keys
 from torch.utils._pytree import tree_leaves, tree_map
 
-import model_gpn as G
 from scans import gpn as scan
-from scans import gpn_cpu, gpn_gpu
+from scans import gpn_gpu
 
 in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
 AFTER_STATE = 'norm', 'decode'  # weights between the state and the logits
-needs_bf16_units = pytest.mark.skipif(scan.c_dtype(torch.bfloat16) != torch.bfloat16,
-                                      reason='no C compiler or no bf16 units')
-
-
-# ---- building gpn.c ----
-
-@pytest.fixture
-def builds(tmp_path, monkeypatch):
-    """Build with -O0 and an empty cache; return a function that counts the builds."""
-    if shutil.which('cc') is None:
-        pytest.skip('no C compiler')
-    compiler, log = tmp_path / 'compiler', tmp_path / 'log'
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) echo >> {log};; esac\nexec cc "$@" -O0 $OPTION\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv('CC', str(compiler))
-    monkeypatch.setattr(gpn_cpu, 'LIBRARY_DIR', tmp_path / 'kept')
-    return lambda: len(log.read_text()) if log.exists() else 0
-
-
-def test_the_c_code_is_built_once_per_compiler_and_flags(builds, monkeypatch, tmp_path):
-    def n_builds():
-        assert gpn_cpu.build.__wrapped__(torch.float32).steps  # bypasses the in-process cache
-        return builds()
-
-    assert n_builds() == n_builds() == 1
-    kept, = (tmp_path / 'kept').iterdir()
-    monkeypatch.setattr(gpn_cpu, 'LIBRARY_DIR', tmp_path / 'other')
-    gpn_cpu.LIBRARY_DIR.mkdir()
-    (gpn_cpu.LIBRARY_DIR / kept.name).write_bytes(kept.read_bytes()[:100])  # damaged
-    assert n_builds() == 2
-    monkeypatch.setenv('OPTION', '-mno-avx' if platform.machine() == 'x86_64' else '-DANOTHER')  # as on another CPU
-    assert n_builds() == 3
-    monkeypatch.setattr(gpn_cpu, 'LIBRARY_DIR', tmp_path / 'log' / 'no folder')  # not writable
-    assert n_builds() == 4
-
-
-def test_errors_in_the_c_code_are_shown(builds, monkeypatch, capsys):
-    monkeypatch.setenv('OPTION', '-Dvector=void')
-    assert gpn_cpu.build.__wrapped__(torch.float32) is None and 'gpn.c:' in capsys.readouterr().err
-
-
-def test_without_a_compiler_the_equations_run_and_one_line_is_printed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv('CC', str(tmp_path / 'absent'))
-    monkeypatch.setattr(gpn_cpu, 'build', gpn_cpu.build.__wrapped__)
-    scan._compiles_c.__wrapped__.cache_clear()
-    model, idx = make()
-    assert model.fast and torch.equal(model.states(idx), model.loop(model.ground_input(idx))[0])
-    assert model.new_cache(1, 9).decoder is model
-    assert capsys.readouterr().err.count('\n') == 1
-    scan._compiles_c.__wrapped__.cache_clear()
-
-
-# ---- steps in C ----
-
-@needs_c
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.float64, 1e-9)])
-@pytest.mark.parametrize('rows', [1, 3, 8, 21])
-def test_the_c_code_equals_the_equations_at_odd_sizes(rows, dtype, tolerance, monkeypatch):
-    """Numbers of rows that fill no tile, one, or several; with threads, which other tests lack."""
-    monkeypatch.setattr(torch, 'get_num_threads', lambda: 3)
-    model, idx = wide_model(rows)
-    want = results(model, plain_states(model, idx), idx)
-    model = model.to(dtype)
-    assert_near(results(model, model.states(idx), idx), want, tolerance)
-
-
-def wide_model(rows):
-    """Return a model with odd widths, whose last SIMD pair is half empty."""
-    model = make(scan='fast', n_layer=2, n_head=3, n_embd=255, n_ffn=151, d_k=33, d_v=70, eos_id=59, bptt_len=6,
-                 vocab_size=70)[0]
-    for p in model.parameters():
-        p.data *= 0.1 if p.dim() == 2 else 1
-    torch.manual_seed(rows)
-    return model, torch.randint(50, 60, (rows, 9))
-
-
 def assert_bf16_errors_are_like_those_of_the_equations(model, idx, times=1.5):
     """Compare errors under autocast, relative to float64, of the loss and all gradients together.
 
@@ -111,25 +30,6 @@ def assert_bf16_errors_are_like_those_of_the_equations(model, idx, times=1.5):
     assert 0 < errors[1].norm() < times * errors[0].norm()
     for want, expected, error in zip(exact.values(), *errors):
         assert want.norm() > 0 and error < 4 * expected + 0.5 * want.norm()
-
-
-@needs_bf16_units
-@pytest.mark.parametrize('rows', [1, 3, 8, 21])
-def test_bf16_errors_in_c_are_like_those_of_the_equations(rows):
-    assert_bf16_errors_are_like_those_of_the_equations(*wide_model(rows))
-
-
-@needs_c
-def test_saved_tensors_follow_the_documented_formula():
-    """The bytes saved for the backward equal the formula in scans/gpn.py."""
-    T, B, c = 64, 2, G.Config(**SMALL | dict(segment_len=8))
-    model = G.Model(c)
-    u = torch.zeros(T, B, c.n_embd, requires_grad=True)
-    folded, sizes = [w.detach() for w in scan.fold(model)], list(scan.Sizes.from_config(c))
-    held = saved_bytes(lambda: scan._scan_op(u, None, folded, sizes, c.norm_eps, torch.float32, True))
-    products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
-    states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
-    assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # 2: states and u
 
 
 # ---- the kernels ----
@@ -267,12 +167,6 @@ def test_the_bias_of_the_decay_is_not_rounded_to_bf16(kernels_device):
     torch.testing.assert_close(decay.log(), want, rtol=1e-3, atol=1e-6)
 
 
-@in_kernels
-def test_triton_decoding_equals_the_full_forward_in_float64(kernels_device):
-    model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
-    decode_in_pieces(model, idx, max_call=3, tolerance=1e-8)
-
-
 class Rerun(gpn_gpu.Graph):
     """Stand-in for a CUDA graph, with the same input and output tensors on each replay."""
 
@@ -325,15 +219,14 @@ def test_the_states_compile_to_one_graph(kernels_device):
     torch.testing.assert_close(*(loss_and_gradients(x.sum(), model, AFTER_STATE) for x in (got, want)))
 
 
-@needs_c
-@pytest.mark.slow
-def test_operators_match_their_fake_implementations(monkeypatch):
+@in_kernels
+def test_operators_match_their_fake_implementations(monkeypatch, kernels_device):
     calls = []
     for name in ('_scan_op', '_scan_backward_op'):
         operator = getattr(scan, name)
         monkeypatch.setattr(scan, name, lambda *args, op=operator: (calls.append((op, args)), op(*args))[1])
-    model, idx = make(n_layer=2)
-    model.float().states(idx).sum().backward()
+    model, idx = small_windows(torch.float32, kernels_device, n_layer=2)
+    model.states(idx).sum().backward()
     assert len(calls) == 2
     for operator, args in calls:
         torch.library.opcheck(operator, args, test_utils=('test_schema', 'test_faketensor'))

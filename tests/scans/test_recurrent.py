@@ -1,0 +1,141 @@
+"""scans/recurrent.py: values and gradients of compiled steps equal those of a plain loop."""
+import importlib
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import ROOT
+from references import assert_near, random_model
+from test_gpn import SMALL
+
+import model_gpn
+from scans import recurrent
+
+EDITS = sorted(path.stem for path in (ROOT / 'papers/gpn/edits').glob('gpn_*.py'))
+
+
+def results(model, states):
+    """Return a loss of the states, and its gradients; zeros for a weight that it does not use."""
+    model.zero_grad()
+    loss = states.square().mean()
+    loss.backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return {'loss': loss.detach(), **grads}
+
+
+def plain_scan(module, step, x, first, carry_mask=None, bptt_len=None):
+    """Compute `recurrent.scan` with autograd through all steps."""
+    state, outputs = first, []
+    for t in range(x[0].shape[1]):
+        if bptt_len and t % bptt_len == 0:
+            state = [s.detach() for s in state]
+        if carry_mask is not None:
+            state = [torch.where(carry_mask[:, t].view(-1, *[1] * (s.dim() - 1)), s, f) for s, f in zip(state, first)]
+        state = step(*(a[:, t] for a in x), *state)
+        outputs.append(state[0])
+    return torch.stack(outputs, 1)
+
+
+class Mixed(nn.Module):
+    """A step that uses parameters in all ways, one of them twice, and one not at all."""
+
+    def __init__(self, n=16, heads=2):
+        super().__init__()
+        self.both, self.gate, self.update = nn.Linear(n, n), nn.Linear(n, n), nn.Linear(n, n, bias=False)
+        self.per_head = nn.Linear(n // heads, n // heads)
+        self.plain, self.scale = nn.Parameter(torch.randn(n, n) / n), nn.Parameter(torch.ones(n))
+        self.heads, self.unread = heads, nn.Linear(n, n)
+
+    def step(self, x, add, h, memory):
+        normed = F.rms_norm(h, h.shape[-1:]) * self.scale
+        gate = torch.sigmoid(self.gate(normed)) * torch.tanh(self.update(normed)) + self.both(x)
+        memory = 0.9 * memory + torch.einsum('bi,bj->bij', gate, self.both(h))
+        heads = self.per_head((h @ self.plain).unflatten(-1, (self.heads, -1))).flatten(1)
+        return torch.tanh(heads + gate + add + memory.sum(-1)), memory
+
+
+@pytest.mark.parametrize('values', [dict(), dict(bptt_len=4), dict(documents=True), dict(documents=True, bptt_len=3)],
+                         ids=str)
+def test_a_step_with_all_kinds_of_parameters(values):
+    torch.manual_seed(0)
+    module = Mixed().double()
+    x, add = (torch.randn(3, 11, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    first = [torch.randn(3, 16, dtype=torch.float64), torch.zeros(3, 16, 16, dtype=torch.float64)]
+    mask = torch.rand(3, 11) > 0.3 if values.get('documents') else None
+    found = []
+    for scan in (plain_scan, recurrent.scan):
+        module.zero_grad()
+        x.grad = add.grad = None
+        more = dict(segment_len=4) if scan is recurrent.scan else {}
+        out = scan(module, module.step, [x, add], first, mask, bptt_len=values.get('bptt_len'), **more)
+        out.square().sum().backward()
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        assert grads.pop('unread.weight') is None and grads.pop('unread.bias') is None
+        found.append({'out': out.detach(), 'x': x.grad, 'add': add.grad, **grads})
+    assert_near(found[1], found[0], 1e-9)
+
+
+def test_products_of_one_input_are_one_group():
+    model, _ = random_model(model_gpn, 3, **SMALL)
+    plan = recurrent.make_plan(model.step, dict(model.named_parameters()), [torch.randn(3, 24).double(),
+                                                                            *model.first_state(3)])
+    names = [[w.removesuffix('.weight') for w, _ in group] for group in plan.groups]
+    assert names == [['ground_gate'], ['write.key'], ['write.value', 'write.beta', 'write.decay'], ['layers.0.gate_up'],
+                     ['layers.0.gate'], ['layers.0.ffn_out'], ['layers.0.query', 'layers.0.read_gate'],
+                     ['layers.0.read_out']]
+
+
+@pytest.mark.parametrize('name', EDITS)
+def test_edited_equations_of_gpn(name):
+    file = importlib.import_module(f'papers.gpn.edits.{name}')
+    model, idx = random_model(file, 3, **SMALL, eos_id=59, bptt_len=7)
+    want = results(model, model.states(idx))
+    assert_near(results(model, model.states(idx, compiled=True)), want, 1e-9, all_matter=False)
+
+
+def own_model():
+    """Return the class and settings of the LSTM in docs/own_model.md."""
+    source = re.findall(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)[1]
+    namespace = {'__name__': 'model_lstm'}
+    exec(source, namespace)
+    return namespace
+
+
+def test_the_model_of_the_docs_is_an_lstm():
+    file = own_model()
+    torch.manual_seed(0)
+    model = file['Model'](file['Config'](n_embd=16, eos_id=None)).double()
+    lstm = nn.LSTM(16, 16, batch_first=True).double()
+    lstm.weight_ih_l0.data, lstm.weight_hh_l0.data = model.input.weight.data, model.recur.weight.data
+    lstm.bias_ih_l0.data, lstm.bias_hh_l0.data = model.input.bias.data, torch.zeros(64, dtype=torch.float64)
+    idx = torch.randint(0, 256, (3, 11))
+    want, weights = lstm(model.embed(idx))[0], [model.embed.weight, model.input.weight, model.recur.weight]
+    gradients = torch.autograd.grad(want.square().sum(), [model.embed.weight, lstm.weight_ih_l0, lstm.weight_hh_l0])
+    for states in (model.states(idx), model.loop(model.input(model.embed(idx)))):
+        torch.testing.assert_close(states, want, rtol=1e-9, atol=1e-9)
+        found = torch.autograd.grad(states.square().sum(), weights)
+        torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_compiled_graphs_equal_the_loop(dtype, tolerance):
+    model, idx = random_model(model_gpn, 3, **SMALL | dict(n_embd=32, n_ffn=48), eos_id=59, bptt_len=7)
+    for p in model.parameters():
+        p.data *= 0.5 if p.dim() == 2 else 1
+    want = results(model, model.states(idx))
+    model = model.to(dtype)
+    assert_near(results(model, model.states(idx, compiled=True)), want, tolerance, all_matter=False)
+
+
+def test_without_a_compiler_the_loop_runs_and_one_line_is_printed(monkeypatch, capsys):
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    recurrent.runs_on.__wrapped__.cache_clear()
+    model, idx = random_model(model_gpn, 3, **SMALL)
+    for _ in range(2):
+        assert torch.equal(model.states(idx, compiled=True), model.states(idx))
+    assert capsys.readouterr().err.count('\n') == 1
+    recurrent.runs_on.__wrapped__.cache_clear()

@@ -178,7 +178,7 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size)
         self.init_weights()
-        self.fast = gpn and pinned(self, gpn)  # for GPUs, unless the equations are edited
+        self.fast = bool(gpn and pinned(self, gpn))  # for GPUs, unless the equations are edited
 
     def init_weights(self):
         """Initialize all weights as in the official code."""

@@ -1,4 +1,4 @@
-"""Optional fast implementations of the recurrences; without them, equations run step by step."""
+"""Optional fast forms of the recurrences, and attention kernels. Models train without them."""
 import functools
 import hashlib
 import inspect
@@ -66,7 +66,7 @@ def _code(x):
         if token.type in (tokenize.COMMENT, tokenize.NL):
             continue
         if token.type != tokenize.STRING or not starts_statement:
-            code += token.string
+            code += '<' if token.type == tokenize.DEDENT else token.string  # an indent is in `string`
         starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     return code
 

@@ -144,7 +144,8 @@ how_many = st.sampled_from([1, 1, 1, 0, 2])  # number of faults
 @functools.cache
 def setting_names(program: str) -> list[str]:
     """Return all option names, including the settings of two models."""
-    Settings = importlib.import_module(program).Settings
+    module = importlib.import_module(program)
+    Settings = module.Final if program == 'analysis.commands' else module.Settings
     Configs = [models.model_file(name).Config for name in ('standard', 'nextlat')] if program == 'train' else []
     return sorted({field.name for cls in (Settings, *Configs) for field in fields(cls)})
 

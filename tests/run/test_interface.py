@@ -71,7 +71,7 @@ path = [*sys.path]
 if theirs_first == 'True':
     theirs()
 from lm_architectures import load, read_log, train
-run = load(train.main([f'{root}/config/gpn_small.py', *args]))
+run = load(train.main([f'{root}/config/gdn_small.py', *args]))
 assert run.generate('ab', max_new_tokens=3, temperature=0) and len(read_log(run.folder)) == 3
 assert run.model.fast  # of scans/
 files = {name: str(getattr(module, '__file__', '')) for name, module in sys.modules.items()}
@@ -88,5 +88,5 @@ def test_train_and_load_work_in_a_folder_with_files_of_the_same_names(theirs_fir
     """Neither side's modules shadow the other's."""
     for name in ('data', 'train', 'config', 'common', 'analysis', 'scans'):
         (tmp_path / f'{name}.py').write_text(f'mine = {name!r}')
-    args = [*TINY, '--d_emb=8', '--d_k=4', '--d_v=8', f'--data={tiny_data}', '--max_tokens=384', '--out_dir=out/a']
+    args = [*TINY, '--d_k=4', '--d_v=8', f'--data={tiny_data}', '--max_tokens=384', '--out_dir=out/a']
     succeeded(run_subprocess('-c', FROM_ELSEWHERE, ROOT, theirs_first, *args, cwd=tmp_path))

@@ -1,4 +1,5 @@
 """scans/recurrent.py: values and gradients of compiled steps equal those of a plain loop."""
+import copy
 import importlib
 import re
 
@@ -46,14 +47,18 @@ class Mixed(nn.Module):
         self.both, self.gate, self.update = nn.Linear(n, n), nn.Linear(n, n), nn.Linear(n, n, bias=False)
         self.per_head = nn.Linear(n // heads, n // heads)
         self.plain, self.scale = nn.Parameter(torch.randn(n, n) / n), nn.Parameter(torch.ones(n))
-        self.heads, self.unread = heads, nn.Linear(n, n)
+        self.heads, self.unread, self.keyword = heads, nn.Linear(n, n), nn.Linear(n, n)
 
     def step(self, x, add, h, memory):
         normed = F.rms_norm(h, h.shape[-1:]) * self.scale
         gate = torch.sigmoid(self.gate(normed)) * torch.tanh(self.update(normed)) + self.both(x)
         memory = 0.9 * memory + torch.einsum('bi,bj->bij', gate, self.both(h))
         heads = self.per_head((h @ self.plain).unflatten(-1, (self.heads, -1))).flatten(1)
-        return torch.tanh(heads + gate + add + memory.sum(-1)), memory
+        more = F.linear(h, weight=self.keyword.weight, bias=2 * self.keyword.bias)
+        return torch.tanh(heads + gate + add + memory.sum(-1) + more), memory
+
+    def other_step(self, x, add, h, memory):
+        return torch.tanh(self.gate(h) + self.unread(x)), memory
 
 
 @pytest.mark.parametrize('values', [dict(), dict(bptt_len=4), dict(documents=True), dict(documents=True, bptt_len=3)],
@@ -75,12 +80,16 @@ def test_a_step_with_all_kinds_of_parameters(values):
         assert grads.pop('unread.weight') is None and grads.pop('unread.bias') is None
         found.append({'out': out.detach(), 'x': x.grad, 'add': add.grad, **grads})
     assert_near(found[1], found[0], 1e-9)
+    arguments = [x, add], first, mask
+    assert_near(*({'out': scan(module, module.other_step, *arguments)} for scan in (recurrent.scan, plain_scan)), 1e-9)
+    copied = copy.deepcopy(module)
+    assert torch.equal(recurrent.scan(copied, copied.step, *arguments), recurrent.scan(module, module.step, *arguments))
 
 
 def test_products_of_one_input_are_one_group():
     model, _ = random_model(model_gpn, 3, **SMALL)
-    plan = recurrent.make_plan(model.step, dict(model.named_parameters()), [torch.randn(3, 24).double(),
-                                                                            *model.first_state(3)])
+    arguments = torch.randn(3, 24).double(), *model.first_state(3)
+    plan = recurrent.Recurrence(model.step, dict(model.named_parameters()), arguments)
     names = [[w.removesuffix('.weight') for w, _ in group] for group in plan.groups]
     assert names == [['ground_gate'], ['write.key'], ['write.value', 'write.beta', 'write.decay'], ['layers.0.gate_up'],
                      ['layers.0.gate'], ['layers.0.ffn_out'], ['layers.0.query', 'layers.0.read_gate'],

@@ -95,6 +95,11 @@ def test_the_digest_of_an_edit_is_printed_and_enables_the_fast_form(name, import
     assert make(file, name)[0].fast and capsys.readouterr().err == ''
 
 
+def test_moving_a_statement_out_of_a_block_is_an_edit():
+    inside, outside = 'if a:\n    x = 1\n    y = 2\n', 'if a:\n    x = 1\ny = 2\n'
+    assert scans.digest(inside) != scans.digest(outside)
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, import_edited, capsys):
     def commented(source):

@@ -312,20 +312,24 @@ class Model(nn.Module):
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n), for any n; return next-token logits as in model_standard.py."""
-        c, u, states = self.config, self.ground_input(tokens), []
-        first = self.first_state(len(u), u.device)
-        for t in range(tokens.shape[1]):
-            is_token = None if lengths is None else t < lengths
-            cache.begin(1, is_token if lengths is None else is_token.long())
-            *before, ended = (cache.last(name, 1)[:, 0] for name in cache.windows)
-            with torch.autocast(u.device.type, enabled=False):
-                state = self.step(u[:, t].to(first[0].dtype), *choose_rows(ended, first, before))
-            state = *state, tokens[:, t] == (-1 if c.eos_id is None else c.eos_id)
-            if lengths is not None:
-                state = choose_rows(is_token, state, [*before, ended])
-            for name, x in zip(cache.windows, state):
-                cache.push(name, x.unsqueeze(1))
-            states.append(cache.end(state[0].unsqueeze(1)))
+        c, n, states = self.config, tokens.shape[1], []
+        first = self.first_state(*tokens[:, 0].shape, tokens.device)
+        u = self.ground_input(tokens).to(first[0].dtype)
+        with torch.autocast(u.device.type, enabled=False):  # as in training on a CPU
+            for t in range(n):
+                is_token = None if lengths is None else t < lengths
+                cache.begin(1, is_token if lengths is None else is_token.long())
+                if t == 0:
+                    state = [cache.last(name, 1)[:, 0] for name in cache.windows]
+                *before, ended = state
+                new = self.step(u[:, t], *(before if c.eos_id is None else choose_rows(ended, first, before)))
+                new = *new, ended if c.eos_id is None else tokens[:, t] == c.eos_id
+                state = new if lengths is None else choose_rows(is_token, new, state)
+                if lengths is not None or n - t <= cache.size:  # older ones are replaced in this call
+                    for name, x in zip(cache.windows, state):
+                        cache.push(name, x.unsqueeze(1))
+                cache.lengths += cache.n_new
+                states.append(state[0])
         h = self.head_input(torch.stack(states, 1))
         if not all_positions:
             h = h[:, -1]  # also of shorter rows, which keep their state

@@ -222,8 +222,6 @@ class Recurrence:
         return self.graphs[function.__name__](*tensors)
 
 
-# ---- all tokens ----
-
 def _tokens(tensors, T):
     """Turn a list of tensors (T, ...) into T lists."""
     return [*map(list, zip(*(a.unbind() for a in tensors)))] or [[]] * T

@@ -27,11 +27,13 @@ def local_records(folder, task: str, parts=('', '_valid', '_val', '_dev', '_test
         added = [{}] * len(lines)
         if labels.is_file():
             added = [{'label': int(label)} for label in labels.read_text().split()]
-        for line, label in zip(lines, added, strict=True):
+        for line, label in zip(lines, added):
             records.append(to_hub_fields(json.loads(line) | label, task))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f'{path}, record {len(records) + 1}, does not have the fields of {task} '
                         f'({type(error).__name__}: {error})')
+    if len(lines) != len(added):
+        raise UserError(f'{labels} has {len(added)} labels, but {path.name} has {len(lines)} records: expected as many')
     if not records:
         raise UserError(f'{path} is empty: expected one JSON record per line')
     return records

@@ -109,4 +109,4 @@ def target_log_probs(logits, targets) -> tuple[torch.Tensor, torch.Tensor]:
 
 def perplexity(nats: float) -> float:
     """Return exp(nats per token); infinity on overflow."""
-    return math.exp(nats) if nats < 709 else math.inf
+    return math.inf if nats >= 709 else math.exp(nats)

@@ -4,6 +4,7 @@ import math
 import torch
 
 from attn_kernels import counted_targets
+from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError
 from lm_architectures.machine.parallel import all_gather, rank, world
 
@@ -19,7 +20,8 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     """
     n_all = data.splits['val']['tokens']
     if n_tokens is None or n_tokens >= n_all:
-        seed, n_windows = None, math.ceil((n_all - 1) / T)
+        n_targets = n_all - isinstance(data, Data)  # a text's first token is not predicted
+        seed, n_windows = None, math.ceil(n_targets / T)
     else:
         n_windows = max(1, n_tokens // T)
     totals, n_counted = {}, 0

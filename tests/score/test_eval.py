@@ -118,10 +118,11 @@ def test_generation_options_follow_lm_eval(options, want, monkeypatch):
     def generate(model, prompts, n, **given):
         asked.append((n, given['temperature'], prompts))
         assert given.get('top_k') is None
-        return [[0]]
+        return [[104, given['eos_id'][0]]]
     monkeypatch.setattr(lm_eval_adapter, 'generate', generate)
     scorer = SimpleNamespace(model=None, max_length=32, truncated=0, batch_tokens=64)
-    RunLM(scorer, load_tokenizer('byte')).generate_until([SimpleNamespace(args=('a' * 30, options))])
+    lm = RunLM(scorer, load_tokenizer('byte'), ends=[105])
+    assert lm.generate_until([SimpleNamespace(args=('a' * 30, options))]) == ['h']
     assert asked == [(*want, [[97] * min(30, 32 - want[0])])] and scorer.truncated == 1
 
 
@@ -252,6 +253,10 @@ def test_malformed_records_and_data_settings_give_a_clear_error(trained, tmp_pat
     (tmp_path / 'lambada_openai.jsonl').write_text('{"text": "a b"}\n{"question": "a"}')
     with pytest.raises(UserError, match='record 2, does not have the fields of lambada_openai'):
         local_records(tmp_path, 'lambada_openai')
+    (tmp_path / 'piqa.jsonl').write_text('{"goal": "a"}\n' * 2)
+    (tmp_path / 'piqa_labels.lst').write_text('0')
+    with pytest.raises(UserError, match='piqa_labels.lst has 1 labels, but piqa.jsonl has 2 records'):
+        local_records(tmp_path, 'piqa')
     with pytest.raises(UserError, match='no data at True'):
         folders.run_data({'settings': {'data': True}}, None)
     record = folders.read_run(trained)

@@ -1,4 +1,5 @@
 """The validation loss of a data folder: which rows it reads, and that windows do not matter."""
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,7 +7,8 @@ import pytest
 import torch
 from conftest import shard_ids
 
-from lm_architectures.data import Data
+from lm_architectures.data import Data, open_data
+from lm_architectures.score.scoring import perplexity
 from lm_architectures.score.validation import validation_loss
 
 
@@ -25,6 +27,12 @@ def test_validation_reads_eval_tokens(tiny_data, n_tokens, seed, n):
     assert parts == pytest.approx({'loss': 3 * mean, 'nll': mean, 'kl': 2 * mean})
 
 
+def test_every_row_of_a_task_is_evaluated_even_of_one_token():
+    model = lambda idx, targets: {'nll': torch.zeros(())}
+    model.config = SimpleNamespace(eos_id=None)
+    assert validation_loss(model, open_data('a5:length=1,val_rows=7'), 1, None, 42, 3, 'cpu')[1] == 7
+
+
 @pytest.mark.parametrize('eos_id', [None, 256])
 @pytest.mark.parametrize('n_tokens', [None, 10 ** 5])
 def test_validation_loss_of_the_whole_split_does_not_depend_on_block_size(tiny_data, eos_id, n_tokens):
@@ -41,3 +49,7 @@ def test_validation_loss_of_the_whole_split_does_not_depend_on_block_size(tiny_d
     for T, batch_size in ((1, 500), (7, 3), (32, 20), (1000, 2)):
         parts, n_counted = validation_loss(model, d, T, n_tokens, 42, batch_size, 'cpu')
         assert n_counted == len(pairs) and parts['nll'] == pytest.approx(want, rel=1e-5)
+
+
+def test_perplexity_of_huge_losses_is_infinite_and_of_nan_is_nan():
+    assert perplexity(0) == 1 and perplexity(1e4) == math.inf and math.isnan(perplexity(math.nan))

@@ -94,7 +94,8 @@ def convert(values: dict, where: str, *classes: type) -> dict:
     for name in values:
         if name not in types_of:
             near = difflib.get_close_matches(name, types_of)
-            hint = f'did you mean {" or ".join(map(repr, near))}?' if near else 'run with --help for the list'
+            known = f'expected {", ".join(types_of)}' if len(types_of) < 10 else 'run with --help for the list'
+            hint = f'did you mean {" or ".join(map(repr, near))}?' if near else known
             raise UserError(f'unknown setting {name!r} {where}: {hint}')
     return {name: typed(name, value, types_of[name], where) for name, value in values.items()}
 

@@ -20,9 +20,10 @@ def main(argv: list[str] | None = None) -> None:
         names = [*data.task.symbols, 'eos']
         inputs, wanted = [names[i] for i in idx[0]], [names[i] if i >= 0 else '_' for i in targets[0]]
         width = max(map(len, [*inputs, *wanted])) + 1
-        for start in range(0, data.T, 100 // width):
+        per_line = max(1, 100 // width)
+        for start in range(0, data.T, per_line):
             for title, row in (('input', inputs), ('target', wanted)):
-                print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row[start:start + 100 // width]).rstrip())
+                print(f'{title:8}' + ''.join(f'{name:{width}}' for name in row[start:start + per_line]).rstrip())
         print(f'block_size = {data.T}; {data.n_ids} ids, including eos')
 
 

@@ -26,7 +26,7 @@ from lm_architectures.files import UserError
 from lm_architectures.settings import Text, check_ranges, make_settings
 
 SOLVED = 0.99  # accuracy from which a task, or a level of it, counts as solved
-MAX_CACHED_BYTES = 2 ** 30  # fixed training sets up to this size stay in memory
+MAX_CACHED_BYTES = 2 ** 30  # rows of fixed training sets stay in memory if all rows take at most this
 
 
 # ---- a task by name ----
@@ -76,7 +76,8 @@ class Generated:
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}
         self.splits = {split: {'tokens': n and n * self.T, 'documents': n} for split, n in n_rows.items()}
-        n_bytes = (self.task.train_rows or math.inf) * (8 * self.task.row_tokens + 400)  # 400: overhead of an array
+        n_cached = (self.task.train_rows or math.inf) + self.task.val_rows
+        n_bytes = n_cached * (8 * self.task.row_tokens + 400)  # 400: overhead of an array
         self.row = functools.lru_cache(None if n_bytes <= MAX_CACHED_BYTES else 0)(self._row)
 
     @property

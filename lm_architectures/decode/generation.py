@@ -74,12 +74,12 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, *, cache=None
 @torch.inference_mode()
 def generation_steps(model, prompts: list[list[int]], max_new_tokens: int, cache, *, seed=0, eos_id=None,
                      finished=None, **sampling) -> Iterator[list[list[int]]]:
-    """Generate as `generate`. Yields the new ids so far, first none, then after each step.
+    """Generate as `generate`. Yields the new ids so far: one list, which grows, at first empty.
 
-    eos_id: one or several ids that end a text. finished(i, new_ids) -> bool is called after each
-    new token of prompt i except eos_id (on a GPU, every 16 steps for the tokens since); True ends
-    the text. sampling: options of `token_probs`. Raises UserError for options out of range and for
-    prompts whose logits are not finite.
+    Tokens are read after each step, on a GPU after every 16. eos_id: one or several ids that end a
+    text. finished(i, new_ids) -> bool is called for each new token of prompt i except eos_id, when
+    it is read; True ends the text. sampling: options of `token_probs`. Raises UserError for options
+    out of range and for prompts whose logits are not finite.
     """
     decoder = Decoder(model, prompts, cache, seed, sampling)
     texts, unread = GeneratedTexts(len(prompts), max_new_tokens, eos_id, finished), []

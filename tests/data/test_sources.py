@@ -263,7 +263,7 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.csv', b'id,text\n1,a\n2,b, c\n', 'a.csv cannot be read after 1 rows (ValueError): row 2 has more cells'),
     ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'a.csv cannot be read after 1 rows (Error): unexpected end of data'),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after '),
-    ('a.txt', b'ab\xff', 'a.txt cannot be read after 0 lines (UnicodeDecodeError)'),
+    ('a.txt', b'ab\xff', 'a.txt cannot be read after 0 documents (UnicodeDecodeError)'),
     ('docs/page.md', b'# A page', 'docs/page.md: expected files of one format'),
 ])
 def test_unreadable_sources_are_reported_with_file_and_line(tmp_path, name, content, sentence):

@@ -231,6 +231,11 @@ def test_symbols_round_trip_with_or_without_blanks():
         assert tokenizer.encode(tokenizer.decode(range(tokenizer.n_ids)).decode()) == list(range(len(task.symbols)))
 
 
+def test_rows_stay_in_memory_only_if_all_of_them_fit():
+    sizes = [open_data(f'a5:train_rows=10,val_rows={n}').row.cache_info().maxsize for n in (10, 10 ** 7)]
+    assert sizes == [None, 0]
+
+
 def test_the_checksum_covers_options_and_rows(monkeypatch):
     d = open_data(CHASE)
     assert d.sha256 == open_data(CHASE + ',val_rows=1000').sha256  # the default
@@ -248,9 +253,18 @@ def test_a_row_is_printed_with_its_targets(capsys):
     assert {t: target for t, target in enumerate(targets) if target != '_'} == chase([*inputs, '?'])
 
 
+def test_a_row_of_long_symbols_is_printed_one_by_one(tmp_path, capsys):
+    places = 'x' * 100, 'y' * 100
+    edges = [[a, turn, b] for turn, a, b in (('N', *places), ('S', *places[::-1]))]
+    (tmp_path / 'long.json').write_text(json.dumps({'edges': edges}))
+    print_row([f'manhattan:edges={tmp_path}/long.json,length=8'])
+    assert capsys.readouterr().out.count('input') == 8
+
+
 @pytest.mark.parametrize('name, sentence', [
     ('pointer_chasing:hopps=2', "unknown setting 'hopps' in data 'pointer_chasing:hopps=2': did you mean 'hops'?"),
     ('pointer_chasing:hops=two', "hops is 'two' in data 'pointer_chasing:hops=two': expected int"),
+    ('a5:bogus=1', "unknown setting 'bogus' in data 'a5:bogus=1': expected length, train_rows, val_rows"),
     ('path_star:degree=5,length=5,nodes=20', 'nodes = 20: a graph of degree 5 and length 5 needs 21 nodes'),
     ('', 'no data at an empty name: expected a .txt, .jsonl, .csv or .parquet file'),
     ('path_stars', 'built-in data (a5, countdown, manhattan, path_star, pointer_chasing, python_docs)'),

@@ -46,8 +46,9 @@ class Reading:
 class Source:
     """The documents of a file, folder or pattern, or of a dataset.
 
-    Its parts are files: (name, 'line' or 'row', reader). checksum covers names, sizes and times of
-    local files, or the revision of a dataset. UserError if there is no such source or no text.
+    Its parts are files: (name, 'line', 'row' or 'document', reader). checksum covers names, sizes
+    and times of local files, or the revision of a dataset. UserError if there is no such source or
+    no text.
     """
 
     def __init__(self, name: str, s: Reading):
@@ -240,7 +241,7 @@ def dataset_records(name: str, s: Reading, stream, i: int) -> Iterator[tuple]:
     yield from enumerate((record for table in found for record in table.to_pylist()), 1)
 
 
-READERS = {'json': ('line', json_records), 'csv': ('row', csv_records), 'txt': ('line', text_records),
+READERS = {'json': ('line', json_records), 'csv': ('row', csv_records), 'txt': ('document', text_records),
            'parquet': ('row', parquet_records)}
 
 

@@ -8,7 +8,8 @@ starts at the rate configured, with seed 0 and a share of the tokens. Seeds 1, 2
 trained at the best one found, which need not be the best for all tokens: a model that starts late
 needs a large --share. Finished runs are reused and interrupted ones resumed. All models must share
 data, windows and dtype (auto: float32, on a GPU bfloat16). --equal=flops or time gives each model
-as many tokens as the first one's training FLOPs or time allow.
+as many tokens as the first one's training FLOPs or time allow. For time, the other models train all
+seeds twice: first with their own tokens, to measure their speed.
 
 Writes rates.csv (the loss at each learning rate), compare.csv, compare.md and compare.png to
 out_dir: see `python -m analysis final`. Runs with the same seed see the same batches, so
@@ -223,7 +224,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         runs = commands.with_values(train_seeds(at_equal_cost(methods, s), s), 'val')
         written = commands.side_by_side(runs, commands.Final())
-        about = '{device}; {date}; commit {commit}; {versions}. '.format(**where_and_when())
+        is_on_gpu = pick_device(next(iter(methods.values())).settings.device) == 'cuda'
+        about = '{device}; {date}; commit {commit}; {versions}. '.format(**where_and_when(is_on_gpu, s.jobs))
         about += f'{s.jobs} runs at a time with one thread each.\n\n'
         figures.write(out / 'compare', written | {'.md': about + written['.md']})
 

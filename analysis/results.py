@@ -87,7 +87,7 @@ def spread(rows: pd.DataFrame, value: str, form: str) -> str:
 
 
 def seeds(rows: pd.DataFrame) -> str:
-    return rows.kind.iloc[0].rpartition(' of ')[2] or str(rows.seed.nunique())
+    return rows.kind.iloc[0].partition(' of ')[2] if rows.kind.any() else str(rows.seed.nunique())
 
 
 # ---- tables ----

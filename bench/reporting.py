@@ -26,15 +26,15 @@ class Settings:
     out: str | None = None  # write the rows to bench/results/NAME_cpu.json or NAME_gpu.json; None: only print them
 
 
-def where_and_when() -> dict[str, str]:
-    """Return {'device', 'date', 'commit', 'versions'} of a measurement."""
+def where_and_when(is_on_gpu: bool = GPU, threads: int | None = None) -> dict[str, str]:
+    """Return {'device', 'date', 'commit', 'versions'} of a measurement. threads None: as here."""
     cpuinfo = Path('/proc/cpuinfo')
     named = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
-    cpu = f'{named[1] if named else platform.processor()}, {torch.get_num_threads()} threads'
+    cpu = f'{named[1] if named else platform.processor()}, {threads or torch.get_num_threads()} threads'
     describe = ['git', 'describe', '--always', '--dirty']
     commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     versions = [f'{name} {version(name)}' for name in ('torch', 'transformers')]
-    return {'device': torch.cuda.get_device_name() if GPU else cpu, 'date': datetime.date.today().isoformat(),
+    return {'device': torch.cuda.get_device_name() if is_on_gpu else cpu, 'date': datetime.date.today().isoformat(),
             'commit': commit or 'unknown', 'versions': ', '.join([f'python {platform.python_version()}', *versions])}
 
 

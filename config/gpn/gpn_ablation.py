@@ -1,4 +1,4 @@
-# GPN+M (0.3M), small enough to train edited equations with `Model.loop` (papers/gpn/edits/).
+# GPN+M (0.3M), small enough to train edited equations (papers/gpn/edits/) step by step on a GPU.
 from config.gpn_small import *
 
 n_embd = 128
@@ -6,7 +6,7 @@ d_emb = 64
 d_k = 16
 d_v = 32
 block_size = 128  # length of BPTT
-batch_size = 32  # the loop is hardly slower with more rows
+batch_size = 32  # step by step on a GPU, more rows cost little time
 micro_batch_size = 32
 max_tokens = 1_000_000
 warmup_tokens = 50_000

@@ -10,7 +10,7 @@ tables. `ablations` and `small` are ours. Each edit of `ablations` changes one e
 from papers.commands import main, read_rows
 
 TABLE_1 = '@gpn_130m @gpn_2l @gpn_nomem @gpn_transformer @gdn_130m'
-ABLATION = 'config/gpn/gpn_ablation.py --compile=True --learning_rate=6.75e-3'
+ABLATION = 'config/gpn/gpn_ablation.py --learning_rate=6.75e-3'
 EDITS = {'gate at 1': 'gate_at_one', 'prediction not carried': 'prediction_not_carried',
          'key from s^g_t': 'key_from_this_state', 'no write gate': 'no_write_gate', 'no decay': 'no_decay'}
 

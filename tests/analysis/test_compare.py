@@ -147,9 +147,10 @@ def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp
 
 def test_one_model_gets_its_learning_rate_and_a_table_without_differences(tmp_path, trained):
     side = f'a: --model=standard {SMALL}'
-    result = succeeded(run('-m', 'analysis.compare', side, f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
+    result = succeeded(run('-m', 'analysis.compare', side, f'--out_dir={tmp_path}', '--jobs=3', '--data=here',
                            '--max_tokens=100', '--seeds=2'))
     assert '\n| a | ' in result.stdout and 'minus' not in result.stdout
+    assert ', 3 threads; ' in (tmp_path / 'compare.md').read_text()  # of the runs
 
 
 @pytest.mark.parametrize('equal', ['flops', 'time'])

@@ -111,3 +111,8 @@ def test_holm_correction_equals_hand_computed_values():
     for given, corrected in (([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]), ([0.5, 0.6], [1, 1]),
                              ([0.02, 0.02], [0.04, 0.04])):
         assert results.holm(pd.Series(given)).tolist() == pytest.approx(corrected)
+
+
+def test_seeds_of_rows_whose_runs_are_lost_are_those_stated():
+    seeds = [results.seeds(pd.DataFrame({'kind': [kind], 'seed': [7]})) for kind in ('', 'mean of 5', 'minus GPT')]
+    assert seeds == ['1', '5', '']

@@ -22,7 +22,6 @@ RESULTS = ROOT / 'bench/results'
 
 @dataclass
 class Settings:
-    toy: bool = False  # run for seconds, at meaningless sizes
     out: str | None = None  # write the rows to bench/results/NAME_cpu.json or NAME_gpu.json; None: only print them
 
 
@@ -47,16 +46,15 @@ def report(argv: list[str] | None, settings: type, rows: Callable[..., Iterable[
         s, arguments, _ = load_settings(settings, argv)
         if arguments and not takes_arguments:
             raise UserError(f'unexpected {arguments[0]!r}: expected settings as --key=value, see --help')
-        path, found = RESULTS / f'{s.out}_{"gpu" if GPU else "cpu"}.json', []
-        if path.exists():
+        path, found = s.out and RESULTS / f'{s.out}_{"gpu" if GPU else "cpu"}.json', []
+        if path and path.exists():
             raise UserError(f'{path} already exists: choose another --out')
-        partial = path.with_suffix('.partial.json')
         for row in rows(s, *arguments):
             found.append(row)
             print('  '.join(f'{k} {v}' for k, v in row.items()), flush=True)
-            if s.out:
+            if path:
                 about = {'command': shlex.join(['python', *sys.orig_argv[1:]])} | where_and_when()
-                partial.write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
-        if s.out:
-            partial.replace(path)
+                path.with_suffix('.partial.json').write_text(json.dumps(about | {'rows': found}, indent=1) + '\n')
+        if path:
+            path.with_suffix('.partial.json').replace(path)
             print(f'written to {path}')

@@ -39,7 +39,7 @@ from lm_architectures.run.dry_run import assumed_data
 from lm_architectures.run.models import count_parameters
 from lm_architectures.settings import check_ranges
 
-TOY = '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16', '--micro_batch_size=2'
+SMALL = '--assumed_ids=64 --n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --micro_batch_size=2'
 
 
 @dataclass
@@ -52,8 +52,6 @@ class Settings(reporting.Settings):
     memory: bool = True  # measure peak memory; without a GPU, on Linux only
 
     def __post_init__(self):
-        if self.toy:
-            self.prompt, self.new, self.rounds, self.memory = 8, 4, 1, False
         check_ranges(self, prompt=1, new=1, batch=1, rounds=1)
 
 
@@ -80,11 +78,11 @@ class Side:
     seconds_at_peak: float | None = None  # of a call, at the peak FLOP/s of the machine; None: unknown
 
 
-def make_model(text: str, toy: bool) -> tuple:
+def make_model(text: str) -> tuple:
     """Return (model, settings of train.py, machine) of a side."""
     arguments = shlex.split(text)
     is_hf = arguments[0] == 'hf'
-    s, given, _ = run_settings.read_settings(train.Settings, [*arguments[is_hf:], *(TOY if toy else ())])
+    s, given, _ = run_settings.read_settings(train.Settings, arguments[is_hf:])
     if s.device != 'auto' or s.threads:
         raise UserError('the sides share a process: instead of --device and --threads, set CUDA_VISIBLE_DEVICES and '
                         'OMP_NUM_THREADS')
@@ -104,27 +102,27 @@ def make_model(text: str, toy: bool) -> tuple:
 
 def training(text: str, s: Settings) -> Side:
     """Make a side that trains for a step."""
-    model, s, machine = make_model(text, s.toy)
+    model, t, machine = make_model(text)
     c, steps, skips = model.config, itertools.count(), torch.zeros(3, device=machine.device)
-    idx, targets = torch.randint(0, c.n_ids, (2, s.batch_size, s.block_size))
+    idx, targets = torch.randint(0, c.n_ids, (2, t.batch_size, t.block_size))
     if c.eos_id is not None:
         idx[torch.rand(idx.shape) < 1 / 1000] = c.eos_id
     data = SimpleNamespace(train_batch=lambda *_: (idx, targets))
-    compiled, optimizer = machine.compiled(model.train(), s.compile), train.make_optimizer(model, s)
+    compiled, optimizer = machine.compiled(model.train(), t.compile), train.make_optimizer(model, t)
 
     def step():
-        return train.train_step(model, compiled, optimizer, data, s, next(steps), machine, skips)['loss']
-    facts = {'parameters': count_parameters(model), 'dtype': str(machine.dtype)[6:], 'T': s.block_size,
-             'batch': s.batch_size, 'loss': round(step().item(), 4)}
+        return train.train_step(model, compiled, optimizer, data, t, next(steps), machine, skips)['loss']
+    facts = {'parameters': count_parameters(model), 'dtype': str(machine.dtype)[6:], 'T': t.block_size,
+             'batch': t.batch_size, 'loss': round(step().item(), 4)}
     side, peak = Side(facts, step, idx.numel()), machine.peak_flops()
     if peak and hasattr(model, 'flops_per_token'):
-        side.seconds_at_peak = side.n_tokens * model.flops_per_token(s.block_size) / peak
+        side.seconds_at_peak = side.n_tokens * model.flops_per_token(t.block_size) / peak
     return side
 
 
 def decoding(text: str, s: Settings) -> Side:
     """Make a side that decodes. Its tokens are the new ones."""
-    model, _, machine = make_model(text, s.toy)
+    model, _, machine = make_model(text)
     dtype = decoding_dtype(s.dtype, machine.device.type)
     model = model.eval().to(dtype)
     prompts = torch.randint(0, model.config.n_ids, (s.batch, s.prompt))
@@ -145,7 +143,7 @@ KINDS = {'train': training, 'decode': decoding}
 def peak_memory(kind: str, text: str, s: Settings) -> int:
     """Return the bytes that a side holds at the peak of a call. Call it in a new process."""
     if not GPU:  # import what a step imports, which takes as much memory as a small model
-        KINDS[kind]('hf ' * text.startswith('hf ') + '--assumed_ids=64', replace(s, toy=True)).run()
+        KINDS[kind]('hf ' * text.startswith('hf ') + SMALL, replace(s, prompt=8, new=4)).run()
     return memory_of(lambda: KINDS[kind](text, s).run)[0]['peak']
 
 

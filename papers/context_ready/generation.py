@@ -25,7 +25,6 @@ PAIRS = [  # (Context-Ready, its Roformer)
     ({'n_layer': 1, 'n_embd': 2048}, {'n_layer': 6, 'n_embd': 1088, 'K': 1}),
     ({'n_layer': 5, 'n_embd': 1120}, {'n_layer': 12, 'n_embd': 768, 'K': 1}),
 ]
-TOY_PAIRS = [({'n_layer': 1, 'n_embd': 32}, {'n_layer': 2, 'n_embd': 32, 'K': 1})]
 NEW = 50 if GPU else 16  # tokens per timing
 LENGTHS = 100, 1000, 10_000  # T
 
@@ -52,21 +51,21 @@ def seconds_per_token(models: dict, contexts, n_tokens: int, rounds: int, step: 
 def speeds(s: Settings) -> Iterator[dict]:
     """Yield decoding speed, absolute and relative to the Roformer of each pair."""
     start_processes(train.Settings())
-    new, lengths, dtype = 2 if s.toy else NEW, LENGTHS[:1] if s.toy else LENGTHS, decoding_dtype('auto', DEVICE.type)
+    dtype = decoding_dtype('auto', DEVICE.type)
     modes = {'eager': decode_eagerly} | ({'CUDA graph': Decoder.next_tokens} if GPU else {})
-    for pair in TOY_PAIRS if s.toy else PAIRS:
+    for pair in PAIRS:
         torch.manual_seed(0)
         models = {i: Model(Config(n_head=16, prefill_tol=1, **values)).eval().to(DEVICE, dtype)
                   for i, values in enumerate(pair)}  # prefill_tol: an approximate prefill is enough for timing
         for mode, step in modes.items():
-            after_16 = seconds_per_token(models, [16], new, 9, step)
-            at = seconds_per_token(models, lengths, 4, 5, step)
+            after_16 = seconds_per_token(models, [16], NEW, 9, step)
+            at = seconds_per_token(models, LENGTHS, 4, 5, step)
             for i, values in enumerate(pair):
                 yield {'mode': mode, 'dtype': str(dtype)[6:], 'D': values['n_layer'], 'C': values['n_embd'],
                        'correction': i == 0, 'million_parameters': round(count_parameters(models[i]) / 1e6),
                        'tokens_per_s': round(1 / after_16[i, 16], 1),
                        'speed_over_roformer': round(after_16[1, 16] / after_16[i, 16], 2),
-                       **{f'ms_at_{T}': round(1000 * at[i, T], 2) for T in lengths}}
+                       **{f'ms_at_{T}': round(1000 * at[i, T], 2) for T in LENGTHS}}
 
 
 def main(argv: list[str] | None = None) -> None:

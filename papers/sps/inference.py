@@ -35,14 +35,12 @@ class Settings(reporting.Settings):
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of the weights
 
     def __post_init__(self):
-        if self.toy:
-            self.scales, self.batch, self.prompt, self.new = ('xs',), 2, 8, 4
         check_ranges(self, batch=1, prompt=1, new=1)
 
 
 def make_decoder(method: str, scale: str, s: Settings) -> Callable:
     """Return a function that generates n tokens greedily and returns the cache."""
-    model, *_ = speed.make_model(f'config/standard_{scale}.py {METHODS[method]}', s.toy)
+    model, *_ = speed.make_model(f'config/standard_{scale}.py {METHODS[method]}')
     model = model.eval().to(getattr(torch, s.dtype))
 
     def decode(n_new=s.new):
@@ -75,10 +73,9 @@ def throughput_and_memory(s: Settings) -> Iterator[dict]:
                    'standard tokens/s': round(s.batch * n_tokens / seconds['standard'], 1),
                    **{name: round(1 / ratio, 3) for name, ratio in over_standard(seconds).items()}}
         del decoders, sides
-        used = {method: memory(method, scale, s) if s.toy else isolated(memory, method, scale, s) for method in METHODS}
+        used = {method: isolated(memory, method, scale, s) for method in METHODS}
         for what in ('held', 'peak', 'cache'):
             n_bytes = {method: values[what] for method, values in used.items()}
-            n_bytes['standard'] = max(1, n_bytes['standard'])  # may be 0 at toy size
             yield {'scale': scale, 'dtype': s.dtype, 'what': f'memory, {what}',
                    'standard MiB': round(n_bytes['standard'] / 2 ** 20, 1), **over_standard(n_bytes)}
 

@@ -1,4 +1,4 @@
-"""Every measurement runs at toy size, and sides that compute the same have the same loss."""
+"""Every measurement runs at a small size, and sides that compute the same have the same loss."""
 import csv
 import json
 import re
@@ -12,10 +12,16 @@ import model_standard
 from bench import reporting, speed, timing
 from lm_architectures.files import UserError
 from lm_architectures.run.models import count_parameters
+from papers.context_ready import generation
+from papers.sps import inference
 
 RESULTS = ROOT / 'bench/results'
-PROGRAMS = ['papers.sps.inference'], ['papers.context_ready.generation'], *(
-    ['bench.speed', kind, *sides] for kind in ('train', 'decode') for sides in (
+SMALL = '--n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --micro_batch_size=2'
+FAST = '--rounds=1', '--memory=False'
+TOKENS = '--prompt=8', '--new=4'
+PROGRAMS = ['papers.sps.inference', '--scales=xs', '--batch=2', *TOKENS], ['papers.context_ready.generation'], *(
+    ['bench.speed', kind, *(f'{side} {SMALL}' for side in sides), *TOKENS, *FAST]
+    for kind in ('train', 'decode') for sides in (
         ['ours: --mask_documents=False', 'Llama: hf --mask_documents=False', 'SPS: config/sps_s.py'],
         ['NextLat: config/nextlat_small.py', 'MTP: config/nextlat_small.py --model=mtp', 'BST: --model=bst',
          'Context-Ready: config/context_ready_small.py', 'GPN: config/gpn_small.py', 'GDN: config/gdn_small.py']))
@@ -23,20 +29,27 @@ PROGRAMS = ['papers.sps.inference'], ['papers.context_ready.generation'], *(
 
 @pytest.mark.slow
 @pytest.mark.parametrize('args', PROGRAMS, ids=' '.join)
-def test_measurements_run_at_toy_size_without_writing_results(args):
-    mistyped = run('-m', *args, '--toy', '--typo')
+def test_measurements_run_without_writing_results(args, monkeypatch):
+    monkeypatch.setattr(inference, 'METHODS', {name: f'{text} {SMALL}' for name, text in inference.METHODS.items()})
+    monkeypatch.setattr(inference, 'isolated', lambda memory, *args: {  # nothing may be held at this size
+        what: n + 1 for what, n in memory(*args).items()})
+    monkeypatch.setattr(generation, 'PAIRS', [({'n_layer': 1, 'n_embd': 32}, {'n_layer': 2, 'n_embd': 32, 'K': 1})])
+    monkeypatch.setattr(generation, 'NEW', 2)
+    monkeypatch.setattr(generation, 'LENGTHS', [100])
+    mistyped = run('-m', *args, '--typo')
     assert_sentence(mistyped, 'typo')
     assert not mistyped.stdout
     before = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
-    result = succeeded(run('-m', *args, '--toy'))
-    assert result.stdout.count('\n') >= len(args) - 2
+    result = succeeded(run('-m', *args))
+    assert result.stdout.count('\n') >= max(2, sum(': ' in arg for arg in args))
     assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == before
 
 
 @pytest.mark.slow
 def test_sides_that_compute_the_same_have_the_same_loss():
-    same = '--mask_documents=False --data=absent/data --dtype=float32'
-    printed = succeeded(run('-m', 'bench.speed', 'train', f'ours: {same}', f'Llama: hf {same}', '--toy')).stdout
+    same = f'--mask_documents=False --data=absent/data --dtype=float32 {SMALL}'
+    sides = f'ours: {same}', f'Llama: hf {same}'
+    printed = succeeded(run('-m', 'bench.speed', 'train', *sides, *FAST)).stdout
     ours, theirs = map(float, re.findall(r'  loss (\S+)', printed))
     assert abs(ours - theirs) < 2e-4
 
@@ -45,7 +58,7 @@ def test_sides_that_compute_the_same_have_the_same_loss():
 def test_peak_memory_of_a_training_step_holds_weights_gradients_and_moments():
     text = '--data=absent/data --dtype=float32 --n_layer=1 --n_head=2 --n_embd=256 --block_size=16 --micro_batch_size=1'
     peak = timing.isolated(speed.peak_memory, 'train', text, speed.Settings())
-    n_parameters = count_parameters(speed.make_model(text, toy=False)[0])
+    n_parameters = count_parameters(speed.make_model(text)[0])
     assert 16 * n_parameters < peak < 32 * n_parameters  # and pages that malloc keeps
 
 
@@ -53,8 +66,8 @@ def test_peak_memory_of_a_training_step_holds_weights_gradients_and_moments():
     ([], ['"NAME: ARGUMENTS OF train.py"']),
     (['train', 'config/sps_s.py'], ['a name of its own', 'got train config/sps_s.py']),
     (['train', 'a: config/sps_s.py', 'a: config/sps_m.py'], ['a name of its own']),
-    (['decode', 'a: hf config/sps_s.py', '--toy'], ['hf is a Llama']),
-    (['decode', 'a: --threads=2', '--toy'], ['OMP_NUM_THREADS']),
+    (['decode', f'a: hf config/sps_s.py {SMALL}', '--memory=False'], ['hf is a Llama']),
+    (['decode', 'a: --threads=2', '--memory=False'], ['OMP_NUM_THREADS']),
     (['decode', 'a: --n_layers=2'], ["unknown setting 'n_layers'"])], ids=str)
 def test_wrong_sides_get_a_sentence(args, parts):
     assert_sentence(run('-m', 'bench.speed', *args), *parts)

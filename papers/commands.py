@@ -46,6 +46,9 @@ def main(doc: str, tables: dict[str, list[str]], rows: dict[str, str], argv=None
     if unknown := [name for name in s.tables if name not in known]:
         parser.error(f'unknown table {", ".join(unknown)}: expected {", ".join(tables)}, or a run in rows.csv')
     for name in s.tables or tables:
+        for pattern in re.findall(r'(?<= )@(\S+)', ' '.join(known[name])):
+            if not fnmatch.filter(rows, pattern):
+                parser.error(f'{name}: no run in rows.csv matches @{pattern}')
         print(f'\n# {name}')
         for command in [one for line in known[name] for one in expanded(line, rows)]:
             if s.gpus and command.startswith(UNDER_TORCHRUN):

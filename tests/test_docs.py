@@ -16,6 +16,7 @@ from analysis import commands as of_analysis
 from lm_architectures import train
 from lm_architectures.run import models
 from lm_architectures.settings import convert, parse_args, read_config_file
+from papers.commands import main as reproduce
 
 PAGES = [str(path.relative_to(ROOT)) for pattern in ('*.md', 'docs/*.md', 'papers/*/*.md')
          for path in ROOT.glob(pattern)]
@@ -98,3 +99,9 @@ def test_commands_of_a_paper_run_in_order_and_runs_are_resumed(tmp_path, monkeyp
         of_papers.main('', tables, {}, argv=['b', '--run'])
     of_papers.main('', tables, {}, argv=['a', '--gpus=8'])
     assert 'torchrun --nproc_per_node=8 train.py --out_dir=out/y --resume' in capfd.readouterr().out
+
+
+def test_a_pattern_that_matches_no_run_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        reproduce('', {'a': ['train @x @none_*']}, {'x': 'python train.py'}, [])
+    assert 'a: no run in rows.csv matches @none_*' in capsys.readouterr().err

@@ -11,7 +11,6 @@ build the data.
 from papers.commands import main, read_rows
 
 ROWS = read_rows('context_ready')
-training = ROWS.get  # the command of a row
 LOSS = 'python eval.py {rows} --val'
 DEPTHS = 'python -m papers.context_ready.unrolls {rows} --out=out/table_{table}'
 CURVES = 'python -m analysis curves {rows} --out=out/table_{table}'

@@ -9,7 +9,8 @@ it compares variants beyond the paper on a CPU.
 from papers.commands import main, read_rows
 
 SIZES = 'xs', 's', 'm', 'l', 'xl'
-ALL = '@*_xs @[!r]*_s @*_m @*_l @*_xl'  # tables 2 and 3: four methods at five sizes
+ALL = ' '.join(f'@{method}_{size}' for size in SIZES
+               for method in ('standard', 'two_x_memory', 'delayed_state', 'sps'))
 BOTH = ' '.join(f'@standard_{size} @sps_{size}' for size in SIZES)
 LONGER = ' '.join(f'@standard_{size}_*b' for size in SIZES)  # 40B tokens, XL 100B
 PAIRS = {size: f'@standard_{size} @sps_{size} @standard_{size}_*b' for size in SIZES}
@@ -19,11 +20,10 @@ SMALL = 'config/quickstart.py --n_layer=4 --n_embd=128 --n_head=4 --learning_rat
 FORKS = {'Standard': '--model=standard', 'SPS': '', 'fork, top 1': '--predict_input=state --predict_layers=1',
          'fork, top 2': '--predict_input=state --predict_layers=2', 'from the token': '--predict_input=token'}
 NAMES = '--labels="Standard,2x Memory,Delayed State,SPS"'
-MAIN = [f'train {ALL}', f'python eval.py {ALL} --val --paper=sps', 'python -m papers.sps.inference',
-        f'python -m analysis final {ALL} --paper=sps --out=out/tables']
 
 TABLES = {
-    'table2': MAIN, 'table3': MAIN,
+    'tables2and3': [f'train {ALL}', f'python eval.py {ALL} --val --paper=sps', 'python -m papers.sps.inference',
+                    f'python -m analysis final {ALL} --paper=sps --out=out/tables'],
     # Press Ctrl-C when Standard has the loss that SPS has after 18B tokens (paper: after 47B), and
     # type the commands after it by hand
     'figure1': [f'train {PAIRS["xl"]}', f'python -m analysis match {PAIRS["xl"]} --out=out/tokens_xl'],

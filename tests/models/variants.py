@@ -6,7 +6,7 @@ import torch
 
 import train
 from lm_architectures.run import models, run_settings
-from papers.context_ready.reproduce import ROWS, training
+from papers.context_ready.reproduce import ROWS
 
 SMALL = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=64, n_ids=60)
 GROUPED = dict(n_head=6, n_kv_head=2, head_size=10, qkv_bias=True, qk_norm=True, rope_scaling=(8, 1, 4, 8))
@@ -81,7 +81,7 @@ def paper_settings(name):
 
     Without those of a run that the row continues, which must have been trained.
     """
-    argv = training(name).split()[2:] if name in ROWS else [f'config/{name}.py']
+    argv = ROWS[name].split()[2:] if name in ROWS else [f'config/{name}.py']
     new = [arg for arg in argv if not arg.startswith(('--init_from=', '--extend='))]
     s, values, _ = run_settings.read_settings(train.Settings, new)
     return vars(s) | values

@@ -24,13 +24,14 @@ import torch
 from analysis import figures
 from analysis.runs import named
 from lm_architectures.score.scoring import perplexity
+from papers import models
 
 DEPTHS = (1, 2, 3, 5, 10)
 ESTIMATES = ('L_pooled', 'L_token', 'L_token_50', 'L_token_90', 'L_token_99')
 
 
 @dataclass
-class Settings(figures.ModelSettings):
+class Settings(models.ModelSettings):
     tokens: int = 65536  # validation tokens, from the start of the data
     batch_size: int = 16  # windows evaluated at a time
 
@@ -72,9 +73,9 @@ def contraction(moves):
 
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return the row of a run in the table."""
-    model, data, record = figures.load(folder, s, 'prepare', 'unrolls', 'correct', 'stream', 'nll')
+    model, data, record = models.load(folder, s, 'prepare', 'unrolls', 'correct', 'stream', 'nll')
     c, T, counts, found = model.config, record['settings']['block_size'], [], []
-    for idx, targets in figures.val_windows(data, T, s.tokens, s.batch_size, model.head.weight.device):
+    for idx, targets in models.val_windows(data, T, s.tokens, s.batch_size, model.head.weight.device):
         if c.eos_id is not None:
             targets = targets.masked_fill(idx == c.eos_id, -1)
         counts.append(int((targets >= 0).sum()))
@@ -100,11 +101,11 @@ def costs(model):
 
 @figures.script(Settings)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = figures.measured(named(runs, s.labels), measure, s)
+    rows = models.measured(named(runs, s.labels), measure, s)
     found = rows.drop(columns='label')
     figures.show(found)
     points = rows.rename(columns={f'K={k}': k for k in DEPTHS}).melt('label', DEPTHS, 'K').replace('', np.nan)
-    figure, axes = figures.line_figure(
+    figure, axes = models.line_figure(
         'Context-Ready: perplexity by parallel unrolls', points, 'K', {'value': {'markersize': 5}},
         'Line: K unrolls\nDotted: sequential', xlabel='parallel unrolls K', ylabel='validation perplexity',
         xscale='log', yscale='log', xticks=DEPTHS, xticklabels=DEPTHS)

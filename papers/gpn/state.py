@@ -25,10 +25,11 @@ from analysis import figures
 from analysis.runs import named
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import UserError
+from papers import models
 
 
 @dataclass
-class Settings(figures.ModelSettings):
+class Settings(models.ModelSettings):
     batches: int = 8  # batches of validation windows, between which the mean direction is compared
     batch_size: int | None = None  # windows per batch; None: 16k states in total, as in the paper
     unigram_tokens: int = 10_000_000  # training tokens to count the unigram distribution on
@@ -232,7 +233,7 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     if len(runs) > 1:
         raise UserError(f'expected one run, got {len(runs)}')
     folder = runs.folder[0]
-    model, data, record = figures.load(folder, s, 'ground_input', 'first_state', 'step')
+    model, data, record = models.load(folder, s, 'ground_input', 'first_state', 'step')
     if model.config.eos_id is not None:
         raise UserError(f'{folder} starts each document with an empty state: expected a run with '
                         '--mask_documents=False')
@@ -242,7 +243,7 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     if (n_windows := data.n_rows('val', T)) < (wanted := s.batches * batch_size):
         raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
                         f'batches of {batch_size}: lower batches or batch_size')
-    batches = [*figures.val_windows(data, T, wanted * T, batch_size, device)]
+    batches = [*models.val_windows(data, T, wanted * T, batch_size, device)]
     counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
     unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
     tokenizer = load_tokenizer(record['data']['tokenizer'])

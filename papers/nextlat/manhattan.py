@@ -26,12 +26,13 @@ from lm_architectures.decode.generation import allocate_cache, decodable, genera
 from lm_architectures.files import UserError
 from lm_architectures.score.scoring import target_log_probs
 from lm_architectures.settings import check_ranges
+from papers import models
 
 N_CONTINUATIONS, EPSILON = 30, 0.01  # for `compression` (Vafa et al.)
 
 
 @dataclass
-class Settings(figures.ModelSettings):
+class Settings(models.ModelSettings):
     detours: float = 0.75  # probability of a detour at each step
     n_prefixes: int = 1000  # pairs of prefixes for `compression`
     batch_size: int = 256  # rows processed at a time
@@ -157,7 +158,7 @@ def effective_rank(states) -> float:
 @torch.inference_mode()
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return a run's scores."""
-    model, data, _ = figures.load(folder, s)
+    model, data, _ = models.load(folder, s)
     task = getattr(data, 'task', None)
     if not hasattr(task, 'held_out_pairs'):
         raise UserError(f'{folder} was trained on {data.folder}: expected a run on the data manhattan')
@@ -167,7 +168,7 @@ def measure(folder: str, s: Settings) -> list[dict]:
              for path in paths_with_detours(model, task, pairs[i:i + s.batch_size], s.detours, for_paths)]
     valid = [task.is_valid(start, goal, path) for (start, goal), path in zip(pairs, paths)]
     prefixes = pairs_of_walks(task, s.n_prefixes, for_prefixes)
-    windows = figures.val_windows(data, data.T, task.val_rows * data.T, s.batch_size, next(model.parameters()).device)
+    windows = models.val_windows(data, data.T, task.val_rows * data.T, s.batch_size, next(model.parameters()).device)
     states = torch.cat([model.final_hidden(idx).flatten(0, 1).cpu() for idx, _ in windows])
     return [{'detours': float(np.mean(valid)), 'compression': compression(model, task, prefixes, s.batch_size),
              'same_way': same_paths(model, task, prefixes, s.batch_size),
@@ -176,7 +177,7 @@ def measure(folder: str, s: Settings) -> list[dict]:
 
 @figures.script(Settings)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = figures.measured(named(runs, s.labels), measure, s).drop(columns='label')
+    rows = models.measured(named(runs, s.labels), measure, s).drop(columns='label')
     figures.show(rows)
     return {'.csv': rows}
 

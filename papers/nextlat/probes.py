@@ -24,10 +24,11 @@ from lm_architectures.machine.devices import DType
 from lm_architectures.machine.terminal import make_progress
 from lm_architectures.run.run_settings import check_windows
 from lm_architectures.settings import make_settings
+from papers import models
 
 
 @dataclass
-class Settings(figures.ModelSettings):
+class Settings(models.ModelSettings):
     offsets: int = 20  # number of probes: one for each offset from 1 to this
     steps: int = 20_000  # training steps of the probes
     learning_rate: float | None = None  # learning rate of the probes; None: the run's
@@ -48,7 +49,7 @@ def offset_targets(tokens: torch.Tensor, offset: int, eos_id: int) -> torch.Tens
 @torch.no_grad()
 def states(model, idx: torch.Tensor, s: Settings) -> torch.Tensor:
     """Return the frozen states that the probes read: idx (B, T) -> (B, T, C) fp32."""
-    with figures.autocast(s.dtype, idx.device):
+    with models.autocast(s.dtype, idx.device):
         h = model.trunk(idx) if hasattr(model, 'trunk') else model.final_hidden(idx)
     return h.float()
 
@@ -86,7 +87,7 @@ def evaluate(model, probes, batches, eos_id: int, s: Settings) -> list[float]:
 
 def measure(folder: str, s: Settings) -> dict:
     """Train probes on a run's states. Returns columns: offsets and validation losses."""
-    model, data, record = figures.load(folder, s)
+    model, data, record = models.load(folder, s)
     device = next(model.parameters()).device
     t = make_settings(train.Settings, record['settings'], f'in {folder}/config.json')
     rate = t.learning_rate if s.learning_rate is None else s.learning_rate
@@ -106,7 +107,7 @@ def measure(folder: str, s: Settings) -> dict:
         train_step(model, probes, optimizer, torch.cat([idx, targets[:, -1:]], 1), data.eos_id, t.micro_batch_size, s,
                    t.grad_clip)
         progress(f'{folder}: step {step + 1}/{s.steps}')
-    batches = figures.val_windows(data, t.block_size, s.eval_tokens, t.micro_batch_size, device)
+    batches = models.val_windows(data, t.block_size, s.eval_tokens, t.micro_batch_size, device)
     return {'offset': range(1, s.offsets + 1), 'nats': evaluate(model, probes, batches, data.eos_id, s)}
 
 
@@ -119,9 +120,9 @@ def table(measured: pd.DataFrame) -> pd.DataFrame:
 
 @figures.script(Settings)
 def main(runs: pd.DataFrame, s: Settings) -> dict:
-    rows = table(figures.measured(finished(labeled(runs, s.labels)), measure, s))
+    rows = table(models.measured(finished(labeled(runs, s.labels)), measure, s))
     figures.show(rows[rows.offset.isin((1, s.offsets))], 'label', 'offset', 'mean', 'difference')
-    figure, axes = figures.line_figure(
+    figure, axes = models.line_figure(
         'Linear probes of later tokens', rows, 'offset', {'difference': {'marker': 'o'}}, 'Mean over seeds',
         xlabel='offset k of the predicted token', ylabel=f'probe loss minus {rows.label[0]}, nats')
     axes.set_yscale('symlog', linthresh=0.05)  # the first tokens differ by tenths, the others by hundredths

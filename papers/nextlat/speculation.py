@@ -36,6 +36,7 @@ from lm_architectures.machine.parallel import all_gather, init_distributed, rank
 from lm_architectures.run.folders import load_run, run_data
 from lm_architectures.run.load import load_draft
 from lm_architectures.settings import check_ranges
+from papers import models
 
 
 @dataclass
@@ -73,7 +74,7 @@ def read_prompts(record: dict, folder: str | None, s: Settings) -> list[list[int
     if T + s.new_tokens > block_size:
         raise UserError(f'{T} prompt tokens and {s.new_tokens} new ones do not fit the context of {block_size} tokens '
                         'that the run was trained on: lower prompt_tokens or new_tokens')
-    documents = figures.long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
+    documents = models.long_documents(run_data(record, folder), T + 1, T, s.n_prompts)  # + 1: prompts exclude eos
     return [document.tolist() for document in documents]
 
 
@@ -157,7 +158,7 @@ def plot(rows: pd.DataFrame):
 def main(runs: pd.DataFrame, s: Settings) -> dict:
     init_distributed('gloo')
     device = local_device(s.device)
-    rows = figures.measured(named(runs, s.labels), measure, device, decoding_dtype(s.dtype, device.type), s)
+    rows = models.measured(named(runs, s.labels), measure, device, decoding_dtype(s.dtype, device.type), s)
     if rank() > 0:
         return {}
     figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')

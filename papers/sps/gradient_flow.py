@@ -30,6 +30,7 @@ from analysis.runs import finished, labeled
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import DType
 from lm_architectures.machine.terminal import make_progress
+from papers import models
 
 STREAMS = 'x', 'rho'
 TREND = 21  # smoothing window in offsets (the paper's script)
@@ -37,7 +38,7 @@ SEED = 0  # for documents and positions
 
 
 @dataclass
-class Settings(figures.ModelSettings):
+class Settings(models.ModelSettings):
     n_documents: int = 1000  # number of validation documents
     positions: int = 8  # random steps i >= block_size / 16 per document
     block_size: int = 1024  # tokens read of each document, at most the runs' training windows
@@ -169,7 +170,7 @@ def mean_ratios(model, documents, s: Settings):
     model.requires_grad_(False)
     for done, document in enumerate(documents, 1):
         positions = torch.tensor(draw_positions(len(document), s, rng), device=device)
-        with figures.autocast(s.dtype, device):
+        with models.autocast(s.dtype, device):
             each = ratios(model, torch.as_tensor(document, device=device), positions, s.max_k, s.batch_size)
         total = total + each.mean(0)
         progress(f'{done} of {len(documents)} documents')
@@ -178,8 +179,8 @@ def mean_ratios(model, documents, s: Settings):
 
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return a run's mean r(p, k) for each stream and k >= 1."""
-    model, data, _ = figures.load(folder, s)
-    documents, rows = figures.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED), []
+    model, data, _ = models.load(folder, s)
+    documents, rows = models.long_documents(data, shortest_document(s), s.block_size + 1, s.n_documents, SEED), []
     for stream, mean in zip(STREAMS, mean_ratios(model, documents, s)[:, 1:].tolist()):
         if mean[0] < inf:
             rows += [{'stream': stream, 'k': k, 'ratio': ratio, 'documents': len(documents)}
@@ -193,7 +194,7 @@ def log_trend(ratios) -> list:
     """Smooth the logarithms up to the first ratio of 0 (no path that far back); then None."""
     ratios = [*ratios]
     end = next((i for i, ratio in enumerate(ratios) if not ratio > 0), len(ratios))
-    trend = figures.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
+    trend = models.smoothed([log10(ratio) for ratio in ratios[:end]], TREND) if end else []
     return [10 ** y for y in trend] + [None] * (len(ratios) - end)
 
 
@@ -201,7 +202,7 @@ def plot(rows: pd.DataFrame):
     style_of = {f'{label}, {stream}': style | {'linestyle': line}
                 for label, style in figures.styles(rows.label).items() for stream, line in zip(STREAMS, ('-', ':'))}
     shown = rows.assign(label=rows.label + ', ' + rows.stream).dropna(subset='smoothed')
-    return figures.line_figure(
+    return models.line_figure(
         'Gradient of later losses at a position', shown, 'k',
         {'ratio': dict(marker=None, linewidth=1.5),
          'smoothed': dict(marker=None, alpha=0.4, linewidth=0.8, label=None)},
@@ -218,7 +219,7 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     if block < shortest_document(s) - 1:
         raise UserError(f'block_size is {block}, too short for {s.positions} positions from {block // 16} on and '
                         f'max_k = {s.max_k} after them. Lower max_k or positions')
-    rows = figures.measured(runs, measure, s)
+    rows = models.measured(runs, measure, s)
     rows = rows.groupby(['label', 'stream', 'k'], sort=False).agg(
         ratio=('ratio', 'mean'), runs=('run', 'size'), documents=('documents', 'first')).reset_index()
     rows['smoothed'] = rows.groupby(['label', 'stream']).ratio.transform(log_trend)

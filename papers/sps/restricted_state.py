@@ -25,12 +25,13 @@ from lm_architectures.machine.devices import DType
 from lm_architectures.machine.terminal import make_progress
 from lm_architectures.score.scoring import target_log_probs
 from lm_architectures.settings import check_ranges
+from papers import models
 
 TREND = 201  # smoothing window in positions (the paper's script)
 
 
 @dataclass
-class Settings(figures.ModelSettings):
+class Settings(models.ModelSettings):
     omega: int = 64  # past positions of the persistent state that M_omega sees
     n_documents: int = 8000  # number of validation documents: the first that are long enough
     block_size: int = 2048  # tokens read per document, capped at the runs' training window
@@ -65,16 +66,16 @@ def restricted(model, omega: int):
 def nll_by_position(model, windows, s: Settings):
     """Return the nats at each position summed over windows (N, T + 1): (T,) float64, on the CPU."""
     windows = torch.as_tensor(windows, device=model.embed.weight.device)
-    with figures.autocast(s.dtype, windows.device):
+    with models.autocast(s.dtype, windows.device):
         log_probabilities, _ = target_log_probs(model.logits(windows[:, :-1]), windows[:, 1:])
     return -log_probabilities.sum(0).cpu().double()
 
 
 def measure(folder: str, s: Settings) -> dict:
     """Return columns by position: the nll of M and of M_omega, averaged over documents."""
-    model, data, _ = figures.load(folder, s)
+    model, data, _ = models.load(folder, s)
     narrow = restricted(model, s.omega)
-    documents = np.stack(figures.long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
+    documents = np.stack(models.long_documents(data, s.block_size + 1, s.block_size + 1, s.n_documents))
     progress, total = make_progress(), torch.zeros(2, s.block_size, dtype=torch.float64)
     for start in range(0, len(documents), s.batch_size):
         windows = documents[start:start + s.batch_size]
@@ -92,19 +93,19 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
     if block < s.omega + 2:
         raise UserError(f'omega is {s.omega}: expected at most {block - 2} for documents of {block} tokens')
     s = replace(s, block_size=block)
-    rows = figures.measured(runs, measure, s)
+    rows = models.measured(runs, measure, s)
     rows = rows[rows.position > s.omega + 1].groupby(['label', 'position'], sort=False).agg(
         nll=('nll', 'mean'), restricted_nll=('restricted_nll', 'mean'), runs=('run', 'size'),
         documents=('documents', 'first')).reset_index()
     rows['extra_nll'] = rows.restricted_nll - rows.nll
-    rows['smoothed'] = rows.groupby('label').extra_nll.transform(figures.smoothed, TREND)
+    rows['smoothed'] = rows.groupby('label').extra_nll.transform(models.smoothed, TREND)
     rows = rows.assign(omega=s.omega, block_size=block, dtype=s.dtype, data=s.data)
     summary = rows.groupby('label', sort=False).agg(**{
         'extra nll, mean': ('extra_nll', 'mean'), 'last': ('smoothed', 'last'), 'documents': ('documents', 'first')})
     for name in ('extra nll, mean', 'last'):
         summary[f'first / {name}'] = (summary[name].iloc[0] / summary[name]).where(summary[name] != 0)
     figures.show(summary.reset_index())
-    figure, _ = figures.line_figure(
+    figure, _ = models.line_figure(
         f'Loss with only the last {s.omega} positions of the persistent state', rows, 'position',
         {'extra_nll': dict(marker=None, alpha=0.3, linewidth=0.8, label=None),
          'smoothed': dict(marker=None, linewidth=2)}, 'Thin: each position\nThick: smoothed',

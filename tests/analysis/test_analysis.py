@@ -17,6 +17,7 @@ from analysis.runs import compared, curve, finished, interval, labeled, named, r
 from lm_architectures import train
 from lm_architectures.files import UserError, warn_once
 from lm_architectures.settings import read_config_file
+from papers.models import measured
 
 
 def write_run(folder, losses, model='standard', seed=0, settings=None, versions=None, log=None, **values):
@@ -193,11 +194,11 @@ def test_runs_that_an_analysis_cannot_use_are_left_out_and_named(capsys):
             raise UserError(f'{folder} cannot be analyzed')
         return [{'k': 1, 'nats': 2.0}, {'k': 2, 'nats': 3.0}]
     runs = pd.DataFrame({'label': ['A', 'B', 'A'], 'folder': ['a', 'x', 'b']})
-    rows = figures.measured(runs, measure)
+    rows = measured(runs, measure)
     assert [*rows.run] == ['a', 'a', 'b', 'b'] and {*rows.label} == {'A'} and [*rows.k] == [1, 2, 1, 2]
     assert 'left out: x cannot be analyzed' in capsys.readouterr().err
     with pytest.raises(UserError, match='y cannot be analyzed'):
-        figures.measured(runs.assign(folder=['y', 'x', 'z']), measure)
+        measured(runs.assign(folder=['y', 'x', 'z']), measure)
 
 
 def test_differences_pair_runs_by_seed(tmp_path):

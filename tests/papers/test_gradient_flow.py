@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from conftest import assert_sentence, run, succeeded, train_tiny
 from test_sps import interleaved_logits, make
 
-from analysis.figures import long_documents, smoothed
 from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.data.text.writing import write_data
 from lm_architectures.files import UserError
+from papers.models import long_documents, smoothed
 from papers.sps import gradient_flow, restricted_state
 
 IDS = torch.randint(0, 59, (15,), generator=torch.Generator().manual_seed(3))  # one document

@@ -293,12 +293,7 @@ def over(runs: pd.DataFrame, s: Final) -> dict:
     figures.show(points, 'label', s.x, 'mean', 'lowest', 'highest', 'seeds')
     figure, (axes,) = figures.new_figure('Final ' + title(s.y, s.minus))
     axes.xaxis.update_units([*dict.fromkeys(points.sort_values('place')[s.x])])  # this order for all lines
-    style_of = figures.styles(points.label)
-    alone = points.groupby('label').place.transform('size') == 1  # no sweep: a horizontal line
-    alone &= not alone.all()
-    figures.draw(axes, points[~alone], s.x, style_of=style_of, **({} if is_ordered else {'linestyle': ''}))
-    for point in points[alone].itertuples():
-        axes.axhline(point.mean, label=point.label, **style_of[point.label])
+    figures.draw(axes, points, s.x, **({} if is_ordered else {'linestyle': ''}))
     axes.set(xlabel=s.x)
     figures.add_legend(figure, figures.BAND)
     return {'.csv': points.drop(columns='place'), '.png': figure}

@@ -86,7 +86,7 @@ def speculative_steps(model, prompts: list[list[int]], max_new_tokens: int, roun
         live = torch.tensor(texts.live, device=device)
         n = draft_tokens(decoder, most, live, AUTO_CONFIDENCE if draft_len == 'auto' else 0)
         lengths = [min(n, n_left) for n_left in room]
-        decoder.verify(n, torch.tensor(lengths, device=device), live)
+        decoder.verify_draft(n, torch.tensor(lengths, device=device), live)
         accepted, tokens, drafts = decoder.accepted.tolist(), decoder.tokens.tolist(), decoder.drafts.tolist()
         for b, is_live in enumerate(texts.live):
             if is_live:
@@ -166,7 +166,7 @@ class SpeculativeDecoder(generation.Decoder):
             self.drafts[:, i], self.probs[:, i] = self.drafter.step(i, before, pick)
         self.run(('draft', i), step)
 
-    def verify(self, n, lengths, live):
+    def verify_draft(self, n, lengths, live):
         """Set `accepted`, how many tokens of `drafts` are, and `tokens`, those after them: (B,).
 
         Of n drafted tokens, the first `lengths` (B,) count. Rows that are not `live` (B,) are kept.

@@ -47,7 +47,7 @@ class Scorer:
             alone = None if len(continuation) <= min(MAX_SHARED, self.max_call) else i
             groups.setdefault((tuple(context[-room:]), alone), []).append((i, continuation))
 
-        def order(group):
+        def order(group):  # for little padding: single requests by continuation, questions by context
             context, members = group
             longest = len(members[0][1]) if len(members) == 1 else 0
             return -longest, -len(context), -len(members)
@@ -83,20 +83,20 @@ def score_batch(model, batch: list[tuple], max_call: int) -> dict:
     tokens, lengths = pad(contexts, device)
     first_logits = model.extend(tokens, cache, lengths)
     for turn in range(n_turns):
-        members = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
-        targets, lengths = pad([continuation for _, continuation in members], device)
-        judged = [target_log_probs(first_logits[:, None], targets[:, :1])]
+        requests = [members[turn] if turn < len(members) else (None, [0]) for _, members in batch]
+        targets, lengths = pad([continuation for _, continuation in requests], device)
+        parts = [target_log_probs(first_logits[:, None], targets[:, :1])]
         pieces = targets[:, :-1].split(max_call, 1) if targets.shape[1] > 1 else ()
         for tokens, wanted in zip(pieces, targets[:, 1:].split(max_call, 1)):
             n_new = (lengths - 1).clamp(1, tokens.shape[1])
-            judged.append(target_log_probs(model.extend(tokens, cache, n_new, all_positions=True), wanted))
+            parts.append(target_log_probs(model.extend(tokens, cache, n_new, all_positions=True), wanted))
         if pieces and turn + 1 < n_turns:
             cache.rollback(n_new)
-        nats, is_greedy = (torch.cat(parts, 1) for parts in zip(*judged))
+        nats, is_greedy = (torch.cat(values, 1) for values in zip(*parts))
         is_counted = torch.arange(targets.shape[1], device=device) < lengths[:, None]
         totals, all_greedy = (nats * is_counted).sum(1).tolist(), (is_greedy | ~is_counted).all(1).tolist()
-        judged = zip(totals, all_greedy, is_greedy[:, 0].tolist())
-        results |= {i: result for (i, _), result in zip(members, judged) if i is not None}
+        found = zip(totals, all_greedy, is_greedy[:, 0].tolist())
+        results |= {i: result for (i, _), result in zip(requests, found) if i is not None}
     return results
 
 

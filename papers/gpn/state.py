@@ -50,7 +50,7 @@ def unroll(model, idx, without=None, carried=False, heads_off=()):
         for t in range(T):
             s, g, memory = model.step(u[:, t], *state)
             predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without
-            state = predicted if carried else s, g, memory
+            state = (predicted if carried else s), g, memory
             states.append(predicted)
             if model.config.n_head:
                 decays.append(model.write.log_decay(g))
@@ -149,7 +149,8 @@ def direction(model, means, unigram, show) -> list[tuple]:
     tokens, part = top_tokens(logits), 'mean direction'
     found = [(part, 'tokens', dict(enumerate(tokens)))]
     if model.config.decoder_bias:
-        found.append(('decoder bias', 'tokens', dict(enumerate(top_tokens(model.head(model.decode.bias))))))
+        of_bias = top_tokens(model.head(model.decode.bias))
+        found.append(('decoder bias', 'tokens', dict(enumerate(of_bias))))
     found += [(part, 'rank correlation with the unigram', spearmanr(logits[:n_ids].cpu(), unigram[:n_ids].cpu())[0]),
               (part, 'tokens shared with the mean embedding', len({*tokens} & {*top_tokens(model.head(embedding))})),
               (part, 'cosine with the mean embedding', F.cosine_similarity(decoded, embedding, 0))]
@@ -159,7 +160,7 @@ def direction(model, means, unigram, show) -> list[tuple]:
         found += [(part, 'cosine between batches', pairs.mean()),
                   (part, 'cosine between batches deviation', pairs.std(correction=0))]
     if model.config.decoder_bias:
-        found.append((part, 'tokens shared with the decoder bias', len({*tokens} & {*found[1][2].values()})))
+        found.append((part, 'tokens shared with the decoder bias', len({*tokens} & {*of_bias})))
     return found
 
 

@@ -62,7 +62,7 @@ def draft_lengths(lengths: tuple[DraftLen, ...], model, draft) -> list[DraftLen]
     longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
     possible = [n for n in lengths if n == 'auto' or n <= longest]
     for n in ('auto', *possible):
-        longest_draft(model, draft, n)
+        longest_draft(model, draft, n)  # UserError for a length or model that is not valid
     if not possible:
         raise UserError(f'draft_lens is {lengths}: this model drafts up to {longest} tokens')
     return possible

@@ -58,12 +58,11 @@ def encoded(tokenizer: Tokenizer, documents: Iterator[tuple], workers: int) -> I
     waiting, pool = deque(), ThreadPoolExecutor(workers)
     try:
         for state, batch in batches(documents):
-            waiting.append((state, pool.submit(encode, tokenizer, batch)))
+            waiting.append(pool.submit(encode, tokenizer, state, batch))
             if len(waiting) > BATCHES_PER_WORKER * workers:
-                state, future = waiting.popleft()
-                yield state, future.result()
-        for state, future in waiting:
-            yield state, future.result()
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -81,8 +80,9 @@ def batches(documents: Iterator[tuple]) -> Iterator[tuple]:
         yield state, batch
 
 
-def encode(tokenizer: Tokenizer, batch: list[list]) -> list[list]:
-    return [[(split, document_ids(tokenizer, text), len(text.encode())) for split, text in found] for found in batch]
+def encode(tokenizer: Tokenizer, state: list, batch: list[list]) -> tuple[list, list[list]]:
+    return state, [[(split, document_ids(tokenizer, text), len(text.encode())) for split, text in found]
+                   for found in batch]
 
 
 # ---- progress that survives a kill ----
@@ -142,7 +142,7 @@ def prepare(name: str, s: Settings) -> None:
 
 def unfinished(folder: Path, arguments: dict) -> dict:
     """Return the progress of a folder, or that of a new one. UserError if arguments differ."""
-    del arguments['out_dir'], arguments['workers']
+    arguments = {key: value for key, value in arguments.items() if key not in ('out_dir', 'workers')}
     saved = read_progress(folder)
     if saved is None:
         return {'arguments': arguments, 'fitting_split': None, 'splits': {}, 'state': None, 'left_out': 0}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from lm_architectures.data.tasks import builtin_data, builtin_module, task_class
 from lm_architectures.data.text.shards import BUILT, Data
+from lm_architectures.data.text.tokenizers import load_tokenizer
+from lm_architectures.data.text.writing import VAL_FRACTION, write_data
 from lm_architectures.files import MissingData, UserError, locked, remove
 
 
@@ -27,7 +29,6 @@ def open_data(name):
         return Data(name)
     from lm_architectures.data.text.sources import Reading, Source, format_of
     from lm_architectures.data.text.splits import fitting_split, split_documents
-    from lm_architectures.data.text.writing import VAL_FRACTION
     if not name or not os.path.exists(name):
         raise (UserError if not name or format_of(name) else MissingData)(
             f"no data at {name or 'an empty name'}: expected a .txt, .jsonl, .csv or .parquet file, a folder of such "
@@ -45,7 +46,5 @@ def built(folder: Path, documents: Callable) -> Data:
                 remove(leftover)
             if not folder.exists():  # another process may have built it meanwhile
                 print(f'building {folder} ...', flush=True)
-                from lm_architectures.data.text.tokenizers import load_tokenizer
-                from lm_architectures.data.text.writing import write_data
                 write_data(folder, load_tokenizer('byte'), documents())
     return Data(folder)

@@ -68,7 +68,7 @@ class Source:
     def _in_order(self, state: list | None) -> Iterator[tuple]:
         """Read part after part. A state is [number of a part, its records read]."""
         first, n_read = state or [0, 0]
-        has_text, fields = state is not None, []
+        has_text = state is not None
         for i, (part, unit, read) in enumerate(self.parts[first:], first):
             n = 0
             try:
@@ -76,14 +76,15 @@ class Source:
                     if i == first and n <= n_read:
                         continue
                     found = document(f'{part}, {unit} {n:,}', record, self.s)
-                    has_text, fields = has_text or found is not None, fields or [*record]
+                    has_text = has_text or found is not None
                     yield [i, n], found
             except Exception as error:
                 raise named_error(f'{part} cannot be read after {n:,} {unit}s', error)
         if not has_text:
-            hint = (f' in field {self.s.text_field!r}; fields: {", ".join(fields[:20])}. Set --text_field of '
-                    'prepare_fineweb.py or lm_architectures.data.text.train_tokenizer') if fields else ''
-            raise UserError(f'{self.name} has no text{hint}')
+            record = next((record for *_, read in self.parts for _, record in read()), None)
+            raise UserError(f'{self.name} has no text' + (
+                f' in field {self.s.text_field!r}; fields: {", ".join([*record][:20])}. Set --text_field of '
+                'prepare_fineweb.py or lm_architectures.data.text.train_tokenizer' if record else ''))
 
     def _shuffled(self, state: list | None) -> Iterator[tuple]:
         """Shuffle blocks of documents. A state is [start of a block, its number, what was read]."""

@@ -22,6 +22,11 @@ def special_tokens(path: Path) -> dict[str, str]:
     return {key: str(name.get('content') if isinstance(name, dict) else name) for key, name in named.items() if name}
 
 
+def first_id(vocabulary: dict[str, int], names: list) -> int | None:
+    """Return the id of the first of the names that is in the vocabulary."""
+    return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
 def gpt2(name: str) -> dict:
     """Load GPT-2's 50257 ids with tiktoken, by download or from a folder with OpenAI's files."""
     import tiktoken
@@ -52,7 +57,6 @@ def gpt2(name: str) -> dict:
 def huggingface(path: Path, eos_token: str | None = None) -> dict:
     """Load a tokenizer.json. eos_token: see `load_tokenizer`."""
     from tokenizers import Tokenizer
-    from tokenizers.pre_tokenizers import ByteLevel
 
     def load(is_plain):  # whether special tokens in a text are read as text
         fast = Tokenizer.from_file(str(path))
@@ -67,19 +71,12 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
     except Exception as error:  # the library raises plain Exceptions
         raise UserError(f'{path} is not a tokenizer.json: {error}')
     special, vocabulary = special_tokens(path), fast.get_vocab()
-    bos, eos = (next((vocabulary[name] for name in names if name in vocabulary), None) for names in (
-        (special.get('bos_token'), *BOS_NAMES), [eos_token] if eos_token else (special.get('eos_token'), *EOS_NAMES)))
+    bos = first_id(vocabulary, [special.get('bos_token'), *BOS_NAMES])
+    eos = first_id(vocabulary, [eos_token] if eos_token else [special.get('eos_token'), *EOS_NAMES])
     if eos is None:
         raise UserError(f'{path} has no eos token: expected {eos_token or " or ".join(EOS_NAMES)}; set another with '
                         '"eos_token" in tokenizer_config.json next to it, or --eos_token when importing')
-    decoder, byte_of, added = str(json.loads(path.read_text(encoding='utf-8')).get('decoder')), {}, {}
-    if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
-        raise UserError(f'{path} has the decoder {decoder}: expected a byte-level or SentencePiece decoder')
-    if 'ByteLevel' in decoder:  # bytes are spelled as characters: printable ones as themselves, others as 256 and up
-        characters = sorted(ByteLevel.alphabet())
-        printable = [ord(c) for c in characters if ord(c) < 256]
-        byte_of = dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
-        added = {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
+    byte_of, added = spelling(path, fast)
     names = [fast.id_to_token(i) for i in (bos, eos) if i is not None]
     inside = '|'.join(f'(?<={re.escape(name[0])})(?={re.escape(name[1:])})' for name in names)
 
@@ -96,6 +93,20 @@ def huggingface(path: Path, eos_token: str | None = None) -> dict:
         return added[i] if i in added else piece_bytes(fast.id_to_token(i) or '', byte_of)
     return dict(n_ids=max(vocabulary.values()) + 1, eos_id=eos, bos_id=bos, encode=encode,
                 encode_plain=partial(encode, is_plain=True), token_bytes=token_bytes, to_text=fast.decode)
+
+
+def spelling(path: Path, fast) -> tuple[dict[str, int], dict[int, bytes]]:
+    """Return ({character: its byte}, {added id: its bytes}) of a byte-level tokenizer, else {}s."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    decoder = str(json.loads(path.read_text(encoding='utf-8')).get('decoder'))
+    if not any(kind in decoder for kind in ('ByteLevel', 'Metaspace', 'Replace')):
+        raise UserError(f'{path} has the decoder {decoder}: expected a byte-level or SentencePiece decoder')
+    if 'ByteLevel' not in decoder:
+        return {}, {}
+    characters = sorted(ByteLevel.alphabet())  # printable bytes as themselves, others as characters from 256 on
+    printable = [ord(c) for c in characters if ord(c) < 256]
+    byte_of = dict(zip(characters, [*printable, *sorted({*range(256)} - {*printable})]))
+    return byte_of, {i: token.content.encode() for i, token in fast.get_added_tokens_decoder().items()}
 
 
 def sentence_piece(path: Path) -> dict:

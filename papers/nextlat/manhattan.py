@@ -22,7 +22,8 @@ import torch
 
 from analysis import figures
 from analysis.runs import named
-from lm_architectures.decode.generation import allocate_cache, decodable, generate, pad
+from lm_architectures.data.generated import greedy_answers
+from lm_architectures.decode.generation import allocate_cache, decodable, pad
 from lm_architectures.files import UserError
 from lm_architectures.score.scoring import target_log_probs
 from lm_architectures.settings import check_ranges
@@ -101,8 +102,7 @@ def pairs_of_walks(task, n: int, rng) -> list[list[int]]:
 
 def same_paths(model, task, prefixes, batch_size: int) -> float:
     """Return the fraction of prefix pairs with the same greedy continuation."""
-    paths = [path for i in range(0, len(prefixes), batch_size)
-             for path in generate(model, prefixes[i:i + batch_size], task.steps + 1, temperature=0, eos_id=task.end)]
+    paths = greedy_answers(model, prefixes, task.steps + 1, batch_size, eos_id=task.end)
     return float(np.mean([a == b for a, b in zip(paths[::2], paths[1::2])]))
 
 

@@ -59,10 +59,9 @@ class Settings(figures.Settings):
 
 def draft_lengths(lengths: tuple[DraftLen, ...], model, draft) -> list[DraftLen]:
     """Return the lengths that the model can draft. UserError if there is none."""
-    longest = inf if draft is not None else getattr(model, 'longest_draft', 0)
+    longest_draft(model, draft, 'auto')  # UserError for a model that cannot draft
+    longest = inf if draft is not None else model.longest_draft
     possible = [n for n in lengths if n == 'auto' or n <= longest]
-    for n in ('auto', *possible):
-        longest_draft(model, draft, n)  # UserError for a length or model that is not valid
     if not possible:
         raise UserError(f'draft_lens is {lengths}: this model drafts up to {longest} tokens')
     return possible

@@ -7,6 +7,7 @@ from conftest import assert_sentence, run, succeeded, train_tiny
 from test_speculative import make
 
 from lm_architectures.data import open_data
+from lm_architectures.files import UserError
 from lm_architectures.run.folders import read_run
 from papers.nextlat.speculation import Settings, draft_lengths, read_prompts, summary
 
@@ -58,6 +59,6 @@ def test_the_summary_has_the_best_fixed_length_and_auto():
 def test_lengths_that_the_model_cannot_draft_are_left_out():
     assert draft_lengths((2, 5, 'auto'), make('nextlat'), None) == [2, 5, 'auto']
     assert draft_lengths((2, 5, 'auto'), make('mtp'), None) == [2, 'auto']  # it drafts 2 tokens
-    for lengths, part in (((3, 4), 'this model drafts up to 2 tokens'), ((0, 2), "0: expected 'auto' or 1 to 1000")):
-        with pytest.raises(ValueError, match=part):
-            draft_lengths(lengths, make('mtp'), None)
+    for name, part in (('mtp', 'this model drafts up to 2 tokens'), ('standard', 'standard cannot draft for itself')):
+        with pytest.raises(UserError, match=part):
+            draft_lengths((3, 4), make(name), None)

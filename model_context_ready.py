@@ -289,7 +289,7 @@ class Model(nn.Module):
 
         Activation checkpointing: the backward pass recomputes one segment of positions at a time.
         """
-        with torch.autocast(idx.device.type, enabled=False):
+        with torch.autocast('cpu' if idx.is_meta else idx.device.type, enabled=False):  # meta: a dry run
             e, z, starts, rope, seen = self.prepare(idx, seen_keys)
 
             def segment(start, z, past):

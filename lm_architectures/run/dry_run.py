@@ -142,7 +142,8 @@ class EmulateGPU(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def cast(x):
-            return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+            casts = torch.is_autocast_enabled('cpu') and isinstance(x, torch.Tensor) and x.dtype == torch.float32
+            return x.to(self.dtype) if casts else x
         if function is F.scaled_dot_product_attention:
             return torch.ops.aten._scaled_dot_product_flash_attention(*map(cast, args[:3]))[0]
         if function is torch.Tensor.to and args[0].dtype == self.dtype and torch.float32 in args:
@@ -161,7 +162,8 @@ def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows:
     for p in model.parameters():
         p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
     tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
-    with LiveBytes() as live, torch.device('meta'), EmulateGPU(dtype):
+    autocast = torch.autocast('cpu', dtype, enabled=dtype != torch.float32)  # a model may turn it off
+    with LiveBytes() as live, torch.device('meta'), autocast, EmulateGPU(dtype):
         loss = model(tokens, tokens)['loss']
         # loss.backward() leaves EmulateGPU, and checkpointed blocks would run again without it
         torch.autograd.Variable._execution_engine.run_backward(

@@ -281,7 +281,8 @@ def test_logged_parts_of_the_loss_equal_those_of_eval(tiny_data, tmp_path, monke
 @pytest.mark.parametrize('name, values, rows', [
     ('standard', {}, 40), ('standard', {'checkpoint_blocks': True, 'vocab_size': 8192}, 160),
     ('sps', {'checkpoint_blocks': True}, 40), ('context_ready', {'K': 3}, 40), ('nextlat', {'horizon': 2}, 40),
-    ('mtp', {'horizon': 2}, 40), ('jtp', {}, 40), ('bst', {'pair_share': 0.5}, 40)])
+    ('mtp', {'horizon': 2}, 40), ('jtp', {}, 40), ('bst', {'pair_share': 0.5}, 40),
+    ('context_ready', {'bptt': True}, 40)])
 def test_estimated_memory_equals_the_tensors_of_a_real_step(name, values, rows, monkeypatch):
     """The estimate from meta tensors is within 10% of the peak of a real step with a GPU's loss."""
     T = 64

@@ -41,7 +41,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     if source := first.out_dir if first.resume else first.extend or first.init_from:
         from lm_architectures.run import continuing, folders  # most runs start anew
         record = folders.read_run(source, first.code)
-        if not path and 'model' not in line:
+        if 'model' not in file | line and (continues or not path):
             first.model = record['model']
     first.model = models.given_model(first.model)  # the name, if it is a path
     first.out_dir = first.out_dir or f'out/{first.model}'

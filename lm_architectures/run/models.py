@@ -127,8 +127,8 @@ def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Pa
     `from x import y` becomes `from .x import y`, and `import x` becomes `from . import x`. Another
     form is a UserError. `scans` always is the repository's folder, which is not in the package.
     """
-    text, files = decode_source(path.read_bytes()), {}
-    for module in dict.fromkeys(module for module, *_ in imports(text, path)):
+    lines, files = decode_source(path.read_bytes()).split('\n'), {}
+    for module, number, is_relative in imports('\n'.join(lines), path):
         file = next((file for folder in folders if (file := folder / f'{module}.py').is_file()), None)
         is_script = module in SCRIPTS and file == ROOT / f'{module}.py'
         if module == 'scans':
@@ -137,14 +137,15 @@ def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Pa
             package, files[module] = '', file
         else:  # a library
             continue
-        text = re.sub(rf'^([ \t]*)from {module}(?=[.\w]* import )', rf'\1from {package}.{module}', text, flags=re.M)
-        whole_line = rf'^([ \t]*)import {module}(?=( as \w+)? *(#.*)?$)'
-        text = re.sub(whole_line, rf'\1from {package or "."} import {module}', text, flags=re.M)
-    for module, line, is_relative in imports(text, path):
-        if not is_relative and (module == 'scans' or module in files):
-            raise UserError(f'{path}, line {line}: write the import of {module} on a line of its own, as '
+        line = lines[number - 1]
+        edited = re.sub(rf'^(\s*)from {module}\b(?=[.\w]* import )', rf'\1from {package}.{module}', line)
+        edited = re.sub(rf'^(\s*)import {module}(?=( as \w+)? *(#.*)?$)',
+                        rf'\1from {package or "."} import {module}', edited)
+        if edited == line and not is_relative:
+            raise UserError(f'{path}, line {number}: write the import of {module} on a line of its own, as '
                             f'`from {module} import ...` or `import {module}`')
-    return text, files
+        lines[number - 1] = edited
+    return '\n'.join(lines), files
 
 
 @functools.lru_cache

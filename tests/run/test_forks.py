@@ -135,6 +135,8 @@ def test_a_model_file_anywhere_is_trained_and_used_by_its_path(mine, tiny_data, 
     assert (values.gate_bias, values.widths, values.rates, values.kind) == (-2.0, (3, 4), (-1.0, 2.5), 'b')
     shutil.rmtree(checkpoints(out)[0])
     train(out, '--resume', f'--model={mine}', '--widths=3,4', '--gate_bias=-2')
+    config.write_text('seed = 1337\n')  # names no model: the run's continues
+    assert 'model mine: ' in train(out, '--resume', config).stdout
     assert_sentence(run('train.py', f'--out_dir={out}', '--resume', '--widths=3,5'), 'widths = (3, 4), but (3, 5)')
     models.ADDED.clear()
     sample = 'sample.py', out, 'ab', '--max_new_tokens=5', '--temperature=0'
@@ -237,10 +239,11 @@ def test_a_bug_of_an_edited_model_keeps_its_traceback():
 def test_a_model_is_a_package_of_the_files_that_it_imports(mine):
     mine.with_name('scans.py').write_text(HOSTILE)
     mine.with_name('late.py').write_text('power = 1')
+    mine.with_name('data.py').write_text('')  # MINE imports `dataclasses`
     mine.write_text('"""\nfrom train import main\n"""\nimport model_standard as standard\nimport scans  # x\n'
-                    + MINE.replace('    pass', '    def late(self):\n        from late import power'))
+                    'from data import __name__ as _\n' + MINE.replace('    pass', '    def late(self):\n        from late import power'))
     module, code = models.model_file(models.add_file(str(mine))), models.code_of('mine')
-    assert [*code] == ['attn_kernels', 'model_standard', 'late', 'model_mine']  # imports first
+    assert [*code] == ['attn_kernels', 'model_standard', 'data', 'late', 'model_mine']  # imports first
     text = code['model_mine'][1]
     assert '\nfrom . import model_standard as standard\nfrom lm_architectures import scans  # x\n' in text
     assert '\nfrom train import main\n' in text and '\n        from .late import power' in text

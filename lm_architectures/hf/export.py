@@ -33,6 +33,7 @@ from lm_architectures.settings import load_settings
 RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
           'dtype')  # settings of training in the model card
 MODEL_IMPORT = 'from model_standard import Config, Model'  # of wrapper.py; in an export, of the run's own files
+SCANS_IMPORT = r'^([ \t]*)from lm_architectures(?:\.scans[.\w]* import| import scans\b) *(?:\([^)]*\))?.*$'
 CARD = '''---
 license: unknown
 library_name: transformers
@@ -156,9 +157,9 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
                *(f'from .{name} import __name__ as _' for name in files)]  # transformers copies what this file imports
     wrapper = (ROOT / 'lm_architectures/hf/wrapper.py').read_text(encoding='utf-8')
     write_file(folder / 'hf_model.py', wrapper.replace(MODEL_IMPORT, '\n'.join(imports)).encode())
-    for name, (_, code) in files.items():
-        code = re.sub('^( +)from lm_architectures.scans import .*$', r'\1raise ModuleNotFoundError  # not exported',
-                      code, flags=re.MULTILINE)  # it reads weights itself and would not see adapters
+    no_scans = r"\1raise ModuleNotFoundError('scans/ is not exported: import it in try / except ModuleNotFoundError')"
+    for name, (_, code) in files.items():  # scans/ reads weights itself and would not see adapters
+        code = re.sub(SCANS_IMPORT, no_scans, code, flags=re.MULTILINE)
         write_file(folder / f'{name}.py', code.encode())
 
 

@@ -113,6 +113,21 @@ def exported(tmp_path, name, **settings):
     return load_exported(tmp_path / 'hf')
 
 
+SCANS = ('import scans', 'from scans import gdn, pinned  # x', 'from scans.gdn import (\n    PINS,\n    SMALL)',
+         'if True:\n    import scans as s', 'if True:\n    from scans import gdn')
+
+
+def test_exported_code_never_imports_scans(tmp_path, monkeypatch):
+    """It reads weights by itself, so it would miss adapters where the repository is installed."""
+    monkeypatch.setattr(models, 'ADDED', {})
+    (tmp_path / 'model_mine.py').write_text('\n'.join(('from model_standard import Config, Model', *SCANS, '')))
+    make_run(tmp_path / 'run', models.add_file(str(tmp_path / 'model_mine.py')))
+    export.export_run(tmp_path / 'run', tmp_path / 'hf', exact=True)
+    text = (tmp_path / 'hf/model_mine.py').read_text()
+    assert text.count('scans/ is not exported') == len(SCANS) and 'lm_architectures' not in text
+    compile(text, 'model_mine.py', 'exec')
+
+
 def test_trainer_accumulates_gradients(tmp_path):
     """Four micro-batches give the loss and the weights of one batch."""
     pytest.importorskip('accelerate')

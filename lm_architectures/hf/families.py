@@ -82,10 +82,9 @@ def family_tensors(c, tensors: dict, n_rows: int) -> dict:
 def family_of(record: dict, c, tensors: dict) -> str | None:
     """Return the family that gives a run's logits, or None. Mistral without a window is a Llama.
 
-    c, tensors: the model's Config and the tensors of its checkpoint. Compares a copy of the model
-    with all its layers, but narrow and with random weights: fast for any size, and whatever the run
-    has learned. The 160 tokens include the first and last ids, but not eos, which only separates
-    documents here.
+    c, tensors: the model's Config and the tensors of its checkpoint. Compares a narrow copy of the
+    model on up to 160 tokens. They include the first and last ids, but not eos, which only
+    separates documents here.
     """
     is_alike = {'n_ffn', 'window', 'tied_head', 'rope_scaling', 'qkv_bias', 'qk_norm'} <= vars(c).keys()
     if not is_alike or tensors.keys() != hf_tensor_map(c, c.n_ids).keys():
@@ -93,24 +92,33 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
     if c.qkv_bias and c.qk_norm or c.n_embd % c.n_head:  # no family has both; transformers needs a multiple of n_head
         return None
     family = 'qwen2' if c.qkv_bias else 'qwen3' if c.qk_norm else 'llama' if c.window is None else 'mistral'
-    Model = models.model_file(record['model'], record['code']).Model
-    width = 3 * c.n_head * (24 // c.n_head + 1)  # a multiple of n_head
     ids = torch.tensor([[i % c.n_ids for i in range(-80, 80) if i % c.n_ids != c.eos_id]])
     try:
-        narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
-        model, random = Model(narrow).double().eval(), torch.Generator().manual_seed(0)
-        for p in model.parameters():  # so large that each weight counts; the logits are near 1
-            if p.dim() == 1:
-                torch.nn.init.uniform_(p, 0.5, 1.5, random)
-            else:
-                torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=random)
+        model = narrow_copy(models.model_file(record['model'], record['code']).Model, c)
         ours = [model.logits(ids)]  # as in training
         with torch.no_grad():
             ours.append(model.logits(ids))  # as in evaluation
-            theirs = to_family(narrow, checkpoint.checkpoint_tensors(model), c.n_ids, family=family).eval()(ids).logits
+            theirs = to_family(model.config, checkpoint.checkpoint_tensors(model), c.n_ids, family=family)
+            logits = theirs.eval()(ids).logits
     except Exception as error:  # of an edited model, which may not run at this size or have other shapes
         warn_once(f'model_{record["model"]} is not compared with {FAMILIES[family]}, because a narrow copy of it fails '
                   f'({type(error).__name__}: {first_line(error)})')
         return None
-    is_same = all((logits[..., :c.n_ids] - theirs).abs().max() < 1e-4 for logits in ours)
+    is_same = all((x[..., :c.n_ids] - logits).abs().max() < 1e-4 for x in ours)
     return family if is_same else None
+
+
+def narrow_copy(Model: type, c) -> torch.nn.Module:
+    """Return a model with all layers, but narrow and with random weights, in float64.
+
+    It is fast for any size, and independent of what the run has learned.
+    """
+    width = 3 * c.n_head * (24 // c.n_head + 1)  # a multiple of n_head
+    narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
+    model, random = Model(narrow).double().eval(), torch.Generator().manual_seed(0)
+    for p in model.parameters():  # so large that each weight counts; the logits are near 1
+        if p.dim() == 1:
+            torch.nn.init.uniform_(p, 0.5, 1.5, random)
+        else:
+            torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=random)
+    return model

@@ -9,6 +9,7 @@ Batches may be padded on either side. `generate` uses the model's own cache. `Au
 states before the output head. Trainer, PEFT and gradient checkpointing work (docs/pretrained.md).
 """
 import torch
+import torch.nn.functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils import can_return_tuple
@@ -81,7 +82,7 @@ class RunModel(PreTrainedModel):
     def forward(self, input_ids, attention_mask=None, **kwargs):
         """Return the states before the output head, (B, T, C), for input_ids (B, T)."""
         self.check_adapters()
-        tokens, shift, back = aligned(input_ids, attention_mask)
+        tokens, _, back = aligned(input_ids, attention_mask)
         return BaseModelOutput(last_hidden_state=take(self.model.final_hidden(tokens), back))
 
 
@@ -126,12 +127,12 @@ class RunForCausalLM(RunModel, GenerationMixin):
             return CausalLMOutput(logits=self._next_logits(input_ids, tokens, shift[:, 0])[:, None])
         loss = logits = states = None
         if labels is not None:
-            targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
-            targets = targets.gather(1, shift.clamp(max=labels.shape[1] - 1)).masked_fill(shift >= labels.shape[1], -1)
+            targets = F.pad(labels[:, 1:], (0, 1), value=-100).gather(1, shift.clamp(max=labels.shape[1] - 1))
             loss = self.model(tokens, targets.masked_fill(targets < 0, -1))['loss']
         if labels is None or not self.training:
             logits = take(self.model.logits(tokens)[..., :self.config.vocab_size], back)
-        if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if wants_states:
             states = take(self.model.final_hidden(tokens), back),
         return CausalLMOutput(loss=loss, logits=logits, hidden_states=states)
 

@@ -1,18 +1,5 @@
-"""torch.compile, and the peak FLOP/s of GPUs."""
-import re
-
+"""torch.compile: the options that training needs, and what is compiled together."""
 import torch
-
-PEAK_FLOPS = {  # dense bf16 (V100: fp16), from the vendors' data sheets
-    'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H200 NVL': 835e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12,
-    'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12,
-    'RTX 3090': 71e12, 'V100': 125e12}
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak FLOP/s, for MFU in the log, or None if the GPU is not in the list."""
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' and dtype == torch.bfloat16 else ''
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)
 
 
 def set_compiler_options():

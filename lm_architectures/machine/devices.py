@@ -20,6 +20,10 @@ Device = Literal['auto', 'cuda', 'cpu', 'mps']  # types of the scripts' settings
 DType = Literal['auto', 'bfloat16', 'float32']
 
 QUOTA = Path('/sys/fs/cgroup/cpu.max')  # where Linux shows a container's CPU quota
+PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
+    'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H200 NVL': 835e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12,
+    'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12,
+    'RTX 3090': 71e12}
 
 
 @dataclass
@@ -42,11 +46,11 @@ class Machine:
 
         Compiles a model with `blocks` in place. Call it before DDP and FSDP wrap the model.
         """
-        self.compiles = self.device.type == 'cuda' if on is None else on
-        if self.device.type != 'cuda' and not on:
-            return model
-        from lm_architectures.machine import compiling
-        compiling.set_compiler_options()  # FlexAttention is compiled even if the model is not
+        is_gpu = self.device.type == 'cuda'
+        self.compiles = is_gpu if on is None else on
+        if is_gpu or self.compiles:  # on GPUs, FlexAttention is compiled even if the model is not
+            from lm_architectures.machine import compiling
+            compiling.set_compiler_options()
         return compiling.compile_model(model) if self.compiles else model
 
     def eager(self) -> AbstractContextManager:
@@ -54,11 +58,11 @@ class Machine:
         return torch.compiler.set_stance('force_eager') if self.compiles else nullcontext()
 
     def peak_flops(self) -> float | None:
-        """Return the GPU's peak FLOP/s, or None if unknown."""
-        if self.device.type != 'cuda':
+        """Return the GPU's peak FLOP/s, for MFU in the log, or None if it is not in the list."""
+        if self.device.type != 'cuda' or self.dtype != torch.bfloat16:
             return None
-        from lm_architectures.machine.compiling import peak_flops
-        return peak_flops(self.device, self.dtype)
+        name = torch.cuda.get_device_name(self.device)
+        return next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -102,9 +106,10 @@ def pick_dtype(name: DType, device: str, big_enough: bool = True) -> torch.dtype
     """
     if name != 'auto':
         return getattr(torch, name)
-    tests = ('_is_amx_tile_supported', '_is_avx512_bf16_supported')  # private functions, may be missing
-    on_cpu = device == 'cpu' and big_enough and any(getattr(torch.cpu, test, bool)() for test in tests)
-    return torch.bfloat16 if device == 'cuda' or on_cpu else torch.float32
+    tests = '_is_amx_tile_supported', '_is_avx512_bf16_supported'  # private functions of PyTorch, may be missing
+    has_bf16 = any(getattr(torch.cpu, test)() for test in tests if hasattr(torch.cpu, test))
+    pays_off = device == 'cuda' or device == 'cpu' and big_enough and has_bf16
+    return torch.bfloat16 if pays_off else torch.float32
 
 
 def decoding_dtype(name: DType, device: str) -> torch.dtype:

@@ -19,7 +19,7 @@ from lm_architectures.files import UserError, first_line
 # ---- processes ----
 
 def ranks() -> tuple[int, int, int, int]:
-    """Return (rank, world size, local rank, local world size) as set by torchrun or SLURM.
+    """Return (rank, world size, local rank, local world size) of torchrun or docs/train.sbatch.
 
     (0, 1, 0, 1) for a single process, even if it inherited RANK from another program.
     """

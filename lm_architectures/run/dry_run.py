@@ -5,7 +5,6 @@ take: `activation_bytes`. Weights, gradients and moments are added.
 """
 import math
 import os
-import shlex
 import weakref
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lm_architectures.files import ROOT, UserError, first_line
+from lm_architectures.files import ROOT, UserError, command, first_line
 from lm_architectures.machine.devices import pick_dtype
 from lm_architectures.machine.parallel import gathered_modules
 from lm_architectures.run import folders, models
@@ -72,21 +71,26 @@ def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
 
 
 def assumed_data(s, record) -> SimpleNamespace:
-    """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids.
-
-    Its field `hint` says how to build the data that a config names.
-    """
+    """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids."""
     if s.init_from and not record:
         record = folders.read_run(s.init_from)
-    like = {'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids,
-            'eos_id': s.assumed_ids - 1, 'sha256': '', 'bos': False, **(record or {}).get('data', {})}
-    options = [f'--tokenizer={like["tokenizer"]}'] * (like['tokenizer'] != 'gpt2') + [
-        f'--out_dir={s.data}', f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')]  # 5% more, for validation
-    make = s.make_data if s.make_data and s.data in s.make_data else (
-        shlex.join(['python', 'prepare_fineweb.py', *options]) if s.data == type(s).data else '')
-    hint = f'. To build it: {make}'.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
-    return SimpleNamespace(**{**like, 'folder': s.data, 'splits': {'train': {'tokens': s.max_tokens}},
-                              'n_rows': lambda split, T: 1, 'hint': hint if make else ''})
+    return SimpleNamespace(**{
+        'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids, 'eos_id': s.assumed_ids - 1,
+        'sha256': '', 'bos': False, **(record or {}).get('data', {}), 'folder': s.data,
+        'splits': {'train': {'tokens': s.max_tokens}}, 'n_rows': lambda split, T: 1})
+
+
+def build_hint(s, tokenizer: str) -> str:
+    """Return the end of a sentence: how to build the data that a config names, if that is known."""
+    if s.make_data and s.data in s.make_data:
+        make = s.make_data.replace('prepare_fineweb.py', os.path.relpath(ROOT / 'prepare_fineweb.py'))
+    elif s.data == type(s).data:
+        size = f'--max_tokens={1.05 * s.max_tokens:.3g}'.replace('e+', 'e')  # 5% more, for validation
+        options = [f'--tokenizer={tokenizer}'] * (tokenizer != 'gpt2') + [f'--out_dir={s.data}', size]
+        make = command('prepare_fineweb.py', *options)
+    else:
+        return ''
+    return f'. To build it: {make}'
 
 
 # ---- the bytes of a step on meta tensors ----

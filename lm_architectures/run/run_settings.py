@@ -89,12 +89,13 @@ def training_data(s, record):
     try:
         data = open_data(s.data)
     except MissingData as error:
-        from lm_architectures.run.dry_run import assumed_data
+        from lm_architectures.run.dry_run import assumed_data, build_hint
         data = assumed_data(s, record)
+        hint = build_hint(s, data.tokenizer)
         if not s.dry_run:
-            raise UserError(f'{error}{data.hint}')
+            raise UserError(f'{error}{hint}')
         print(f'no data at {s.data}: assuming a vocabulary of {data.n_ids:,} ids (tokenizer {data.tokenizer}) and '
-              f'enough text{data.hint}')
+              f'enough text{hint}')
     if s.verify and not s.dry_run:
         data.verify()
     return data

@@ -175,7 +175,7 @@ def evaluate(folder, s: Settings, tasks: list[str], corpora: list[str]) -> dict:
     of_steps = math.ceil(planned.get('max_tokens', 0) / (planned.get('batch_size', 1) * planned['block_size'])) or None
     return {'date': datetime.datetime.now().isoformat(timespec='seconds'), 'settings': vars(s), 'step': record['step'],
             'of_steps': of_steps, 'dtype': str(next(model.parameters()).dtype)[6:],
-            'edited': report_edits(record, folder), 'versions': versions,
+            'edited': report_edits(record['model'], record['code'], folder), 'versions': versions,
             'truncated': scorer.truncated, 'results': results}
 
 

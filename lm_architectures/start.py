@@ -15,7 +15,7 @@ def quiet_module() -> None:
 
 
 def quiet_start() -> None:
-    """Prepare the process: escape unprintable characters, no progress bars in logs.
+    """Prepare the process: escape what cannot be encoded, no progress bars in logs.
 
     Environment variables that the user has set are kept, except MPLBACKEND.
     """

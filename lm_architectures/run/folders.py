@@ -77,15 +77,15 @@ def check_record(record: dict) -> None:
 
 # ---- the code and the model ----
 
-def report_edits(record: dict, folder) -> list[str] | None:
+def report_edits(model: str, code: str | None, folder) -> list[str] | None:
     """Return the files of a run's model that differ from the run's copies; None without copies.
 
-    Prints a line for each, with both paths.
+    Prints a line for each, with both paths. code: see `find_file`; given: the copies are used.
     """
     stored, edited = Path(folder) / STORED, []
-    if record['code'] or not stored.is_dir():
-        return [] if record['code'] else None  # [], because the copies are used
-    for module, (path, text) in code_of(record['model']).items():
+    if code or not stored.is_dir():
+        return [] if code else None
+    for module, (path, text) in code_of(model).items():
         copy = stored / f'{module}.py'
         if not copy.is_file() or copy.read_text(encoding='utf-8', errors='replace') != text:
             edited.append(str(path))
@@ -96,7 +96,7 @@ def report_edits(record: dict, folder) -> list[str] | None:
 
 def saved_config(record: dict, folder):
     """Return the model Config in a run's config.json (`record`). Reports code that was edited."""
-    report_edits(record, folder)
+    report_edits(record['model'], record['code'], folder)
     Config = model_file(record['model'], record['code']).Config
     return make_settings(Config, record['model_config'], f'in {folder}/config.json')
 

@@ -67,10 +67,10 @@ class Run:
         context, or an option is out of range.
         """
         options = make_settings(Options, options, 'in generate')
-        generation = Generation(self, [prompts] if isinstance(prompts, str) else prompts, options)
-        for _ in generation:
+        found = Generation(self, [prompts] if isinstance(prompts, str) else prompts, options)
+        for _ in found:
             pass
-        return generation.texts
+        return found.texts
 
     def stream(self, prompt: str, **options) -> Iterator[str]:
         """Yield the text that `generate` returns, in pieces, while it is generated."""

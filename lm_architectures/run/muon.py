@@ -7,8 +7,8 @@ from lm_architectures.files import UserError
 class MuonAndAdamW:
     """torch.optim.Muon and AdamW stepped together; has `param_groups` and `state` by parameter."""
 
-    def __init__(self, hidden: list, adamw: torch.optim.AdamW, learning_rate: float, weight_decay: float):
-        """hidden: the parameters for Muon."""
+    def __init__(self, hidden: dict, adamw: torch.optim.AdamW, learning_rate: float, weight_decay: float):
+        """hidden: the keys are the parameters for Muon, see `hidden_matrices`."""
         if not hidden:
             raise UserError('optimizer = muon needs linear layers other than heads, but this model has none: use adamw')
         self.muon = torch.optim.Muon(hidden, lr=learning_rate, weight_decay=weight_decay,

@@ -124,7 +124,7 @@ class Records:
     """
 
     def __init__(self, s, config, data, machine, step: int):
-        """Open the folder of a run to resume. Training continues after `step`."""
+        """Open the folder of a run to resume, after `step`, or prepare a new run."""
         self.s, self.step, self.log, self.wandb, self.new = s, step, None, None, None
         if machine.rank > 0:
             return
@@ -134,7 +134,7 @@ class Records:
             self.wandb = start_wandb(s, config, known)
         if s.resume:
             from lm_architectures.run.folders import report_edits
-            self.open(report_edits({'model': s.model, 'code': s.code}, s.out_dir))
+            self.open(report_edits(s.model, s.code, s.out_dir))
         else:  # the code as it is now, because it may be edited before the first log line
             self.new = run_record(s, config, data, machine), code_of(s.model, code_folder(s))
 

@@ -241,7 +241,8 @@ def test_a_model_is_a_package_of_the_files_that_it_imports(mine):
     mine.with_name('late.py').write_text('power = 1')
     mine.with_name('data.py').write_text('')  # MINE imports `dataclasses`
     mine.write_text('"""\nfrom train import main\n"""\nimport model_standard as standard\nimport scans  # x\n'
-                    'from data import __name__ as _\n' + MINE.replace('    pass', '    def late(self):\n        from late import power'))
+                    'from data import __name__ as _\n'
+                    + MINE.replace('    pass', '    def late(self):\n        from late import power'))
     module, code = models.model_file(models.add_file(str(mine))), models.code_of('mine')
     assert [*code] == ['attn_kernels', 'model_standard', 'data', 'late', 'model_mine']  # imports first
     text = code['model_mine'][1]

@@ -260,7 +260,6 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
         model = models.model_file(s.model, models.code_folder(s)).Model(config).to(machine.device)
         is_big = models.count_parameters(model) >= 1_000_000  # on CPUs, bf16 pays off from here on
-        models.check_drafting(s, model)
         models.describe(s, model, data)
         machine.dtype = devices.pick_dtype(s.dtype, machine.device.type, is_big)
         with machine.autocast():

@@ -29,7 +29,6 @@ def dry_run(s, config, data, n_processes: int) -> None:
     n_processes: they share the weights with parallel = fsdp.
     """
     model = meta_model(s.model, config, models.code_folder(s))
-    models.check_drafting(s, model)
     models.describe(s, model, data)
     most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
     n_rows, n_params = min(s.micro_batch_size, most), models.count_parameters(model)

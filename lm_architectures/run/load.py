@@ -12,7 +12,7 @@ import torch
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.decode import generation
 from lm_architectures.files import UserError
-from lm_architectures.machine.devices import Device, DType, decoding_dtype, pick_device
+from lm_architectures.machine.devices import Device, DType, pick_device, pick_dtype
 from lm_architectures.run.folders import load_run, same_vocabulary
 from lm_architectures.run.records import read_log
 from lm_architectures.settings import check_ranges, make_settings
@@ -43,7 +43,7 @@ def load(folder, device: Device = 'auto', dtype: DType = 'auto', code: str | Non
     model's code as stored in the run. model: path of the model's file, if it is not in this
     repository. UserError if the folder is not a run or has no undamaged checkpoint.
     """
-    return Run(folder, pick_device(device), decoding_dtype(dtype, pick_device(device)), code, model)
+    return Run(folder, pick_device(device), pick_dtype(dtype, pick_device(device)), code, model)
 
 
 class Run:
@@ -54,6 +54,7 @@ class Run:
         self.model, self.record = load_run(folder, device, dtype, code, model)
         self.config, data = self.model.config, self.record['data']
         self.tokenizer = load_tokenizer(data['tokenizer'], data['bos'])
+        self.block_size = self.record['settings']['block_size']  # context length of training, in tokens
 
     @property
     def log(self) -> list[dict]:
@@ -93,11 +94,6 @@ class Run:
     def hidden(self, text: str) -> torch.Tensor:
         """Return the states before the output head, (T, C), one per token of `encode(text)`."""
         return self.model.final_hidden(torch.tensor([self.encode(text)], device=self.device))[0]
-
-    @property
-    def block_size(self) -> int:
-        """Return the context length of training, in tokens."""
-        return self.record['settings']['block_size']
 
 
 def load_draft(folder, record: dict, device, dtype, code: str | None = None):

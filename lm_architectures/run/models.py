@@ -235,15 +235,11 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def check_drafting(s, model) -> None:
-    """Raise UserError for s.acceptance_prompts with a model that does not draft."""
+def describe(s, model, data) -> None:
+    """Print the size and cost of a run. UserError for s.acceptance_prompts without drafting."""
     if s.acceptance_prompts and not getattr(model, 'longest_draft', 0):
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
                         'cannot draft for itself: use 0')
-
-
-def describe(s, model, data) -> None:
-    """Print the size and cost of a run."""
     flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
     tokens = data.splits['train']['tokens']
     amount = f'{tokens:,} training tokens, {s.max_tokens / tokens:.2f} epochs' if tokens else 'unlimited generated rows'

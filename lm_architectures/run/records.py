@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -139,7 +138,12 @@ class Records:
             self.new = run_record(s, config, data, machine), code_of(s.model, code_folder(s))
 
     def open(self, edited: list[str] | None = None) -> None:
-        self.log = open_log(self.s.out_dir, self.step, edited)
+        """Open the log. If it has lines, add one with the step, and the number of edited files."""
+        path = Path(self.s.out_dir) / 'log.jsonl'
+        self.log = files.open_lines(path)
+        if path.stat().st_size:
+            more = {'edited_files': len(edited)} if edited else {}
+            self.log.write(json.dumps({'resumed_from': self.step, **more}) + '\n')
         if self.wandb:
             write_file(self.id_file, self.wandb.id.encode())
 
@@ -183,18 +187,6 @@ def start_wandb(s, config, known: str | None):
 
 
 # ---- log.jsonl ----
-
-def open_log(folder, step: int, edited: list[str] | None = None) -> IO:
-    """Open log.jsonl for appending. If it has lines, add one with the step the run resumes from.
-
-    edited: files of the model's code that have changed, whose number is added.
-    """
-    path = Path(folder) / 'log.jsonl'
-    log = files.open_lines(path)
-    if path.stat().st_size:
-        log.write(json.dumps({'resumed_from': step, **({'edited_files': len(edited)} if edited else {})}) + '\n')
-    return log
-
 
 def read_log(folder) -> list[dict]:
     """Return the logged steps of a run, without steps that were repeated after resuming.

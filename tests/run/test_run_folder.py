@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import eval as evaluation
 import train
 from analysis.runs import evaluations
-from lm_architectures.files import UserError, friendly_errors, locked, sha256, sync, warn_once
+from lm_architectures.files import UserError, friendly_errors, locked, open_lines, sha256, sync, warn_once
 from lm_architectures.machine import terminal
 from lm_architectures.run import checkpoint, folders, records
 
@@ -99,7 +99,8 @@ def test_a_log_continues_after_damaged_and_truncated_lines(tmp_path, capsys):
     damaged = ['[1]', *(f'{{"step": 1, "tokens": 9, "seconds": 1.0, {value}}}' for value in values)]
     lines = json.dumps(first), *damaged, json.dumps(second), '{"step": 3, "lo'
     (tmp_path / 'log.jsonl').write_text('\n'.join(lines))
-    with records.open_log(tmp_path, 1) as log:
+    with open_lines(tmp_path / 'log.jsonl') as log:
+        log.write(json.dumps({'resumed_from': 1}) + '\n')
         log.write(json.dumps(second | {'loss': 2.125}) + '\n')
     assert records.read_log(tmp_path) == [first, second | {'loss': 2.125}]
     assert 'skipped 10 damaged lines' in capsys.readouterr().err

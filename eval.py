@@ -30,7 +30,7 @@ import torch
 
 from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer
 from lm_architectures.files import UserError, friendly_errors, open_lines, warn_once
-from lm_architectures.machine.devices import Device, DType, decoding_dtype, local_device, pick_dtype
+from lm_architectures.machine.devices import Device, DType, local_device, pick_dtype
 from lm_architectures.machine.parallel import init_distributed, rank
 from lm_architectures.run.folders import load_run, read_run, report_edits, run_data
 from lm_architectures.run.models import given_model
@@ -115,7 +115,7 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     if data.n_rows('val', T) < 1:
         raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
     batch_size = max(1, s.batch_tokens // T)
-    products = pick_dtype(s.dtype, device.type, big_enough=record['settings'].get('dtype') == 'bfloat16')
+    products = pick_dtype(s.dtype, device.type, bf16_on_cpu=record['settings'].get('dtype') == 'bfloat16')
     with torch.autocast('cpu', products, enabled=products == torch.bfloat16):
         parts, n_counted = validation_loss(model, data, T, s.val_tokens, record['settings']['eval_seed'], batch_size,
                                            device)
@@ -134,7 +134,7 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
 def load_scorer(folder, s: Settings) -> tuple[Scorer, Tokenizer, dict]:
     """Load a run. Returns its Scorer, tokenizer and config.json."""
     device = local_device(s.device)
-    model, record = load_run(folder, device, decoding_dtype(s.dtype, device.type), s.code)
+    model, record = load_run(folder, device, pick_dtype(s.dtype, device.type), s.code)
     scorer = Scorer(model, s.max_length or record['settings']['block_size'], s.batch_tokens)
     bos = record['data']['bos'] if s.bos is None else s.bos
     return scorer, load_tokenizer(record['data']['tokenizer'], bos), record

@@ -117,7 +117,7 @@ class Method:
         self.settings, *_ = read_settings(train.Settings, self.args)
         self.rate = self.settings.learning_rate  # where the search starts, then the best
         if self.settings.dtype == 'auto':  # in train.py, auto depends on the model's size
-            dtype = pick_dtype('auto', pick_device(self.settings.device), big_enough=False)
+            dtype = pick_dtype('auto', pick_device(self.settings.device))
             self.settings = replace(self.settings, dtype=str(dtype).removeprefix('torch.'))
             self.args = [*self.args, f'--dtype={self.settings.dtype}']
 

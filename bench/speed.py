@@ -33,7 +33,7 @@ from lm_architectures.data import open_data
 from lm_architectures.decode.generation import generate
 from lm_architectures.files import MissingData, UserError
 from lm_architectures.hf.families import to_family
-from lm_architectures.machine.devices import DType, decoding_dtype, start_processes
+from lm_architectures.machine.devices import DType, pick_dtype, start_processes
 from lm_architectures.run import run_settings
 from lm_architectures.run.dry_run import assumed_data
 from lm_architectures.run.models import count_parameters
@@ -123,7 +123,7 @@ def training(text: str, s: Settings) -> Side:
 def decoding(text: str, s: Settings) -> Side:
     """Make a side that decodes. Its tokens are the new ones."""
     model, _, machine = make_model(text)
-    dtype = decoding_dtype(s.dtype, machine.device.type)
+    dtype = pick_dtype(s.dtype, machine.device.type)
     model = model.eval().to(dtype)
     prompts = torch.randint(0, model.config.n_ids, (s.batch, s.prompt))
     inputs = {'inputs': prompts.to(machine.device), 'attention_mask': torch.ones_like(prompts, device=machine.device)}

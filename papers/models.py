@@ -56,7 +56,7 @@ def val_windows(data, T: int, n_tokens: int, batch_size: int, device) -> Iterato
 
 def autocast(dtype: str, device: torch.device):
     """Return an autocast context for a dtype: float32 (no autocast), bfloat16 or auto."""
-    picked = pick_dtype(dtype, device.type)
+    picked = pick_dtype(dtype, device.type, bf16_on_cpu=True)
     return torch.autocast(device.type, picked, enabled=picked != torch.float32)
 
 

@@ -109,10 +109,7 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
 
 
 def narrow_copy(Model: type, c) -> torch.nn.Module:
-    """Return a model with all layers, but narrow and with random weights, in float64.
-
-    It is fast for any size, and independent of what the run has learned.
-    """
+    """Return a model with c's layers, but narrow, and with random weights instead of the run's."""
     width = 3 * c.n_head * (24 // c.n_head + 1)  # a multiple of n_head
     narrow = dataclasses.replace(c, n_embd=width, n_ffn=88, window=c.window and min(c.window, 64))
     model, random = Model(narrow).double().eval(), torch.Generator().manual_seed(0)

@@ -99,22 +99,17 @@ def local_device(name: Device) -> torch.device:
     return torch.device('cuda', local)
 
 
-def pick_dtype(name: DType, device: str, big_enough: bool = True) -> torch.dtype:
-    """Return the dtype of matrix products. auto: bf16 on CUDA and on CPUs with bf16 instructions.
+def pick_dtype(name: DType, device: str, bf16_on_cpu: bool = False) -> torch.dtype:
+    """Return the dtype of matrix products, or of weights and cache. auto: bf16 on CUDA, else fp32.
 
-    big_enough: False for models so small that bf16 does not pay off on a CPU.
+    bf16_on_cpu: also bf16 on CPUs with bf16 instructions.
     """
     if name != 'auto':
         return getattr(torch, name)
     tests = '_is_amx_tile_supported', '_is_avx512_bf16_supported'  # private functions of PyTorch, may be missing
     has_bf16 = any(getattr(torch.cpu, test)() for test in tests if hasattr(torch.cpu, test))
-    pays_off = device == 'cuda' or device == 'cpu' and big_enough and has_bf16
-    return torch.bfloat16 if pays_off else torch.float32
-
-
-def decoding_dtype(name: DType, device: str) -> torch.dtype:
-    """Return the dtype of weights and cache for decoding. auto: bf16 on CUDA, else fp32."""
-    return pick_dtype(name, device, big_enough=False)
+    is_fast = device == 'cuda' or device == 'cpu' and bf16_on_cpu and has_bf16
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 # ---- start, threads, memory ----

@@ -17,7 +17,7 @@ from bench.reporting import Settings, report
 from bench.timing import DEVICE, GPU, alternate
 from lm_architectures import train
 from lm_architectures.decode.generation import Decoder, allocate_cache
-from lm_architectures.machine.devices import decoding_dtype, start_processes
+from lm_architectures.machine.devices import pick_dtype, start_processes
 from lm_architectures.run.models import count_parameters
 from model_context_ready import Config, Model
 
@@ -51,7 +51,7 @@ def seconds_per_token(models: dict, contexts, n_tokens: int, rounds: int, step: 
 def speeds(s: Settings) -> Iterator[dict]:
     """Yield decoding speed, absolute and relative to the Roformer of each pair."""
     start_processes(train.Settings())
-    dtype = decoding_dtype('auto', DEVICE.type)
+    dtype = pick_dtype('auto', DEVICE.type)
     modes = {'eager': decode_eagerly} | ({'CUDA graph': Decoder.next_tokens} if GPU else {})
     for pair in PAIRS:
         torch.manual_seed(0)

@@ -31,7 +31,7 @@ from analysis.runs import named
 from lm_architectures.decode.generation import generate
 from lm_architectures.decode.speculation import DraftLen, longest_draft, speculative_generate
 from lm_architectures.files import UserError
-from lm_architectures.machine.devices import Device, DType, decoding_dtype, local_device
+from lm_architectures.machine.devices import Device, DType, local_device, pick_dtype
 from lm_architectures.machine.parallel import all_gather, init_distributed, rank, world
 from lm_architectures.run.folders import load_run, run_data
 from lm_architectures.run.load import load_draft
@@ -157,7 +157,7 @@ def plot(rows: pd.DataFrame):
 def main(runs: pd.DataFrame, s: Settings) -> dict:
     init_distributed('gloo')
     device = local_device(s.device)
-    rows = models.measured(named(runs, s.labels), measure, device, decoding_dtype(s.dtype, device.type), s)
+    rows = models.measured(named(runs, s.labels), measure, device, pick_dtype(s.dtype, device.type), s)
     if rank() > 0:
         return {}
     figures.show(rows, 'run', 'data', 'draft_len', 'tokens_per_s', 'accepted', 'speedup')

@@ -18,9 +18,8 @@ import pandas as pd
 
 from lm_architectures import train
 from lm_architectures.files import UserError, command, is_number, printable, read_lines, warn_once
-from lm_architectures.run.continuing import MAY_CHANGE, may_change
 from lm_architectures.run.dry_run import meta_model
-from lm_architectures.run.folders import portable_config, read_run, saved_config
+from lm_architectures.run.folders import MAY_CHANGE, may_change, portable_config, read_run, saved_config
 from lm_architectures.run.models import STORED, count_parameters
 from lm_architectures.run.records import read_log
 from lm_architectures.settings import make_settings

@@ -1,7 +1,7 @@
 """Reading a run folder: `load_run`, or `read_run` if the model is not needed, and `run_data`.
 
-Training reads a folder only to continue a run or to start from its weights. run/records.py writes
-it. docs/runs.md lists the files.
+Training reads a folder only for --resume, --extend and --init_from, which take settings and weights
+from it, on the same data. run/records.py writes it. docs/runs.md lists the files.
 """
 import dataclasses
 import os
@@ -23,6 +23,11 @@ REQUIRED_KEYS = {  # keys of config.json and their types, besides the other sett
 OPTIONAL_KEYS = {  # imported runs lack some of them, other runs lack others
     'settings.data': str, 'settings.max_tokens': int, 'settings.batch_size': int, 'settings.seed': int,
     'data.ends': list, 'data.n_rows': int, 'versions.processes': int}
+MAY_CHANGE = {  # on --resume, besides the model settings in `Config.may_change`
+    'resume', 'code', 'overwrite', 'dry_run', 'gpu_gib', 'out_dir', 'verify', 'micro_batch_size',
+    'eval_interval', 'log_interval', 'save_interval', 'keep_checkpoints', 'acceptance_prompts', 'sample_tokens',
+    'wandb_project', 'device', 'compile', 'parallel', 'shard', 'threads', 'make_data', 'assumed_ids',
+    'data'}  # the folder may move; the checksum of its content must match
 
 
 # ---- config.json ----
@@ -159,7 +164,73 @@ def check_vocabulary(record: dict, data, folder=None) -> None:
                         f'with {want["tokenizer"]!r} ({want["n_ids"]}): use data with that tokenizer')
 
 
-# ---- weights to start from ----
+# ---- settings and weights of another run ----
+
+def may_change(record: dict) -> set[str]:
+    """Return the names of all settings of a run (config.json) that may change on --resume."""
+    return MAY_CHANGE | {*getattr(model_file(record['model'], record['code']).Config, 'may_change', ())}
+
+
+def continued_settings(s, source: str, record: dict, given: dict) -> dict:
+    """Return all settings of the run to continue. UserError for given ones that differ.
+
+    s: train.Settings that say where to start. record: config.json of the run `source`.
+    """
+    settings = make_settings(type(s), record['settings'], f'in {source}/config.json')
+    saved = dataclasses.asdict(settings) | dataclasses.asdict(saved_config(record, source))
+    free = may_change(record)
+    if not s.resume:
+        free |= {'extend', 'max_tokens'}
+        if saved['schedule'] == 'cosine':
+            raise UserError(f'{source} has schedule = cosine, whose learning rates depend on max_tokens from the '
+                            'start, so it cannot be extended: use wsd or constant for a run that you want to extend')
+        if 'out_dir' not in given or Path(s.out_dir).resolve() == Path(source).resolve():
+            raise UserError(f'--extend={source} needs a new run folder: add --out_dir=NEW')
+        if given.get('max_tokens', 0) <= saved['max_tokens']:
+            raise UserError(f'{source} has max_tokens = {saved["max_tokens"]}: set --max_tokens to more than that')
+    for name in sorted(given.keys() - free, key=lambda name: name != 'model'):  # it decides which there are
+        if name in saved and given[name] == saved[name]:
+            continue
+        have = f'{name} = {saved[name]!r}' if name in saved else f'model = {saved["model"]!r}, without {name}'
+        other = 'start another run with another --out_dir'
+        if name == 'max_tokens' and saved['schedule'] != 'cosine' and saved[name] < given[name]:
+            other = f'train longer with --extend={source} --max_tokens={given[name]} --out_dir=NEW'
+        raise UserError(f'the run in {source} has {have}, but {given[name]!r} was given: leave out {name} '
+                        f'(and the config file), or {other}')
+    return saved
+
+
+def inherited_settings(s, record: dict, Config: type) -> dict:
+    """Return the settings that a new model, with this Config, takes over from s.init_from.
+
+    s, record: see `continued_settings`.
+    """
+    source = s.init_from
+    if Path(s.out_dir).resolve() == Path(source).resolve():
+        raise UserError(f'--init_from and --out_dir are both {source}: set another --out_dir')
+    values = dataclasses.asdict(saved_config(record, source))
+    theirs = model_file(record['model'], record['code']).Config
+    known = {f.name for f in dataclasses.fields(Config)}
+    for name in getattr(theirs, 'defining', ()):
+        if values[name] is not None and name not in known:
+            raise UserError(f'{source} cannot be converted to this model: it has {name} = {values[name]}, but '
+                            f'model_{s.model} has no {name}')
+    known -= {*getattr(theirs, 'own', ())} ^ {*getattr(Config, 'own', ())}  # these mean something else in one of them
+    masks = {'mask_documents': values['eos_id'] is not None} if 'eos_id' in values else {}
+    return masks | {name: value for name, value in values.items() if name in known - {'n_ids', 'eos_id'}}
+
+
+def check_data(s, record, data) -> None:
+    """Raise UserError unless the run continues on its data, and starts with its source's tokenizer.
+
+    record: config.json of the run to continue, or None.
+    """
+    source = s.out_dir if s.resume else s.extend or s.init_from
+    check_vocabulary(record or read_run(source), data, source)
+    if record and record['data']['sha256'] != data.sha256:
+        raise UserError(f'{data.folder} is not the data that the run in {source} was trained on (checksums '
+                        'differ): restore that data, or start a new run with --init_from')
+
 
 def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
     """Load the checkpoint to continue from. Returns (step, seconds of training), or (0, 0.0)."""

@@ -39,7 +39,7 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
     if first.resume and not first.out_dir:
         first.out_dir = f'out/{models.model_name(first.model)}'
     if source := first.out_dir if first.resume else first.extend or first.init_from:
-        from lm_architectures.run import continuing, folders  # most runs start anew
+        from lm_architectures.run import folders  # most runs start anew
         record = folders.read_run(source, first.code)
         if 'model' not in file | line and (continues or not path):
             first.model = record['model']
@@ -60,8 +60,8 @@ def read_settings(Settings: type, argv: list[str]) -> tuple:
         given['model'] = first.model
     if continues and given.get('dtype') == 'auto':
         del given['dtype']  # the run recorded the dtype that auto chose
-    saved = (continuing.continued_settings(first, source, record, given) if continues else
-             continuing.inherited_settings(first, record, Config) if source else {})
+    saved = (folders.continued_settings(first, source, record, given) if continues else
+             folders.inherited_settings(first, record, Config) if source else {})
     values = {**saved, **given, 'model': first.model, 'out_dir': first.out_dir}
     s = Settings(**only(own, values))
     return s, only(values.keys() - own, values), record if continues else None
@@ -107,8 +107,8 @@ def model_config(s, given, data, record):
     given, record: see `read_settings`.
     """
     if record or s.init_from:
-        from lm_architectures.run import continuing
-        continuing.check_data(s, record, data)
+        from lm_architectures.run import folders
+        folders.check_data(s, record, data)
     if given.get('n_ids', data.n_ids) != data.n_ids:
         raise UserError(f'n_ids is {given["n_ids"]}, but the tokenizer of {data.folder} has {data.n_ids} ids: leave '
                         'out n_ids')

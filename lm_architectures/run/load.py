@@ -116,7 +116,12 @@ class Generation:
             raise UserError('no prompts: expected at least one text')
         self.run, self.options = run, options
         self.prompts = [run.encode(text) for text in prompts]
-        self.n_new = new_tokens(self.prompts, options.max_new_tokens, run.block_size)
+        longest = max(map(len, self.prompts))
+        room = run.block_size + 1 - longest  # the last new token is never fed back
+        self.n_new = min(200, max(room, 1)) if options.max_new_tokens is None else options.max_new_tokens
+        if self.n_new > room:
+            raise UserError(f'a prompt of {longest} tokens plus {self.n_new} new tokens exceeds the context of '
+                            f'{run.block_size}: lower --max_new_tokens or shorten the prompt')
         self.stop = (options.stop or '').replace('\\n', '\n').encode(errors='replace')
         self.found, self.n_read = [b''] * len(prompts), [0] * len(prompts)  # the texts so far, from so many ids
         self.draft, self.is_drafted = None, bool(options.draft) or options.draft_len is not None
@@ -162,14 +167,3 @@ class Generation:
         self.n_read[i] = len(ids)
         self.found[i], stop, _ = text.partition(self.stop) if self.stop else (text, b'', b'')
         return bool(stop)
-
-
-def new_tokens(prompts: list[list[int]], asked: int | None, block_size: int) -> int:
-    """Return the number of tokens to generate. UserError if they do not fit the context."""
-    longest = max(map(len, prompts))
-    room = block_size + 1 - longest  # the last new token is never fed back
-    n_new = min(200, max(room, 1)) if asked is None else asked
-    if n_new > room:
-        raise UserError(f'a prompt of {longest} tokens plus {n_new} new tokens exceeds the context of {block_size}: '
-                        'lower --max_new_tokens or shorten the prompt')
-    return n_new

@@ -88,8 +88,8 @@ def test_empty_prompts_and_non_finite_logits_give_a_clear_error(device, drafting
 def byte_run(block_size):
     """Return a run without a model, for its prompts and texts."""
     run = load.Run.__new__(load.Run)
-    run.tokenizer, run.model = load_tokenizer('byte'), None
-    run.record = {'settings': {'block_size': block_size}, 'data': {'eos_id': 256}}
+    run.tokenizer, run.model, run.block_size = load_tokenizer('byte'), None, block_size
+    run.record = {'data': {'eos_id': 256}}
     return run
 
 

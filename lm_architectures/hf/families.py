@@ -104,8 +104,7 @@ def family_of(record: dict, c, tensors: dict) -> str | None:
         warn_once(f'model_{record["model"]} is not compared with {FAMILIES[family]}, because a narrow copy of it fails '
                   f'({type(error).__name__}: {first_line(error)})')
         return None
-    is_same = all((x[..., :c.n_ids] - logits).abs().max() < 1e-4 for x in ours)
-    return family if is_same else None
+    return family if all((x[..., :c.n_ids] - logits).abs().max() < 1e-4 for x in ours) else None
 
 
 def narrow_copy(Model: type, c) -> torch.nn.Module:

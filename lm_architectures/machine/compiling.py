@@ -16,11 +16,13 @@ def compile_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return the compiled model. Compiles a model with `blocks` in place, part by part.
 
     Equal blocks compile once, which is several times faster than compiling all layers as one graph.
+    Parts with `dynamic = True`, such as attn_kernels.CrossEntropy, compile once for inputs of all
+    lengths. They belong to the loss, and no model has them in its graph.
     """
     in_parts = any(hasattr(module, 'blocks') for module in model.modules())
     for part in _parts(model):
         dynamic = getattr(part, 'dynamic', None)
-        if in_parts or dynamic:  # parts of the loss are `dynamic`; no model has them in its graph
+        if in_parts or dynamic:
             part.compile(dynamic=dynamic)
     return model if in_parts else torch.compile(model)
 

@@ -133,23 +133,20 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 class EmulateGPU(TorchFunctionMode):
-    """Matrix products in `dtype`, like autocast.
+    """Matrix products in the dtype of the CPU's autocast, wherever that is on.
 
     Attention and cross-entropy are fused, and `.to(torch.float32)` takes no memory: the compiler
     fuses it with what reads the result, which is the loss.
     """
 
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.dtype = dtype
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        dtype, is_on = torch.get_autocast_dtype('cpu'), torch.is_autocast_enabled('cpu')
+
         def cast(x):
-            casts = torch.is_autocast_enabled('cpu') and isinstance(x, torch.Tensor) and x.dtype == torch.float32
-            return x.to(self.dtype) if casts else x
+            return x.to(dtype) if is_on and isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
         if function is F.scaled_dot_product_attention:
             return torch.ops.aten._scaled_dot_product_flash_attention(*map(cast, args[:3]))[0]
-        if function is torch.Tensor.to and args[0].dtype == self.dtype and torch.float32 in args:
+        if function is torch.Tensor.to and args[0].dtype == dtype and torch.float32 in args:
             return args[0]
         if function is F.cross_entropy:
             return FusedCrossEntropy.apply(*args[:2], kwargs.get('reduction', 'mean'))
@@ -166,7 +163,7 @@ def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows:
         p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
     tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
     autocast = torch.autocast('cpu', dtype, enabled=dtype != torch.float32)  # a model may turn it off
-    with LiveBytes() as live, torch.device('meta'), autocast, EmulateGPU(dtype):
+    with LiveBytes() as live, torch.device('meta'), autocast, EmulateGPU():
         loss = model(tokens, tokens)['loss']
         # loss.backward() leaves EmulateGPU, and checkpointed blocks would run again without it
         torch.autograd.Variable._execution_engine.run_backward(

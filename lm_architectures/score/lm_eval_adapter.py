@@ -93,7 +93,7 @@ class RunLM(TemplateLM):
         temperature = float(options.get('temperature', 1)) if options['do_sample'] else 0
 
         def text_of(ids):
-            return self.encoding.decode_text([i for i in ids if i not in (*self.ends, self.encoding.eos_id)])
+            return self.encoding.decode_text([i for i in ids if i != self.encoding.eos_id])
 
         def finished(_, ids):
             return any(stop in text_of(ids) for stop in stops)

@@ -122,7 +122,8 @@ def test_the_model_of_the_docs_is_an_lstm():
     idx = torch.randint(0, 256, (3, 11))
     want, weights = lstm(model.embed(idx))[0], [model.embed.weight, model.input.weight, model.recur.weight]
     gradients = torch.autograd.grad(want.square().sum(), [model.embed.weight, lstm.weight_ih_l0, lstm.weight_hh_l0])
-    for states in (model.states(idx), model.loop(model.input(model.embed(idx)))):
+    loop = model.loop(model.input(model.embed(idx)), torch.ones_like(idx, dtype=torch.bool))
+    for states in (model.states(idx), loop):
         torch.testing.assert_close(states, want, rtol=1e-9, atol=1e-9)
         found = torch.autograd.grad(states.square().sum(), weights)
         torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)

@@ -144,7 +144,7 @@ class KeptMasks(dict):
 
 
 def read_by(model, sees):
-    """Return what decides a pattern: code, numbers of the model and its config, and buffers."""
+    """Return what decides a pattern: code, the model's and config's numbers, and buffers."""
     bias, numbers = getattr(model, 'score_bias', None), (*vars(model).values(), *vars(model.config).values())
     code = [getattr(f, '__func__', f) for f in (sees, bias)]  # not the methods, which would hold the model
     return *code, id(getattr(sees, '__self__', None)), [x for x in numbers if isinstance(x, (int, float))], [
@@ -155,7 +155,7 @@ def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
     """Return the mask of whole sequences. may_compile: False for lengths that hardly recur."""
     c, bias = model.config, getattr(model, 'score_bias', None)
     q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
-    is_one = keys == queries == (0,) and doc_start is None and bias is None  # stream, document
+    is_one = keys == queries == (0,) and doc_start is None and bias is None  # the triangle
     slow_on_cpu = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # tiles: faster backward, and in bf16
     if is_one and (device.type == 'cuda' or device.type == 'cpu' and not slow_on_cpu):
         seen = _seen(sees, q, k)[0]

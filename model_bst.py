@@ -34,7 +34,7 @@ hidden units give 2.569B. Inferred: the text head's size and GELU, the learned v
 prefix and suffix, and how pairs are drawn.
 
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
-    L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs per row
+    L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs, as drawn
     f, b      final states of the encoders, h_{1:t} and h_{t+k:T} in the NextLat paper
     t_f, t_b  their terms in the text head's hidden layer: (n_text,)     n  tokens per `extend` call
 """
@@ -228,10 +228,10 @@ class Model(nn.Module):
 
     @outside_graphs  # the number of pairs depends on the documents
     def _pair_losses(self, t_f, t_b, labels, start):
-        """Return {'loss', ...}: all results but the nll. t_f, t_b: (B, T + 1, n_text).
+        """Return {'loss', ...}: all results but the nll.
 
-        labels, start: (B, T + 1).
-        Runs in chunks of pairs, so the text head's (N, n_text) hidden layer is never held at once.
+        t_f, t_b: (B, T + 1, n_text); labels, start: (B, T + 1). Runs in chunks of pairs, so the
+        text head's (N, n_text) hidden layer is never held at once.
         """
         T = labels.shape[1] - 1
         p, q = self._draw_pairs(T, labels.device)

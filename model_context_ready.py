@@ -15,8 +15,8 @@ Token t needs z_{t-1}. So there are two ways to compute a sequence, and both cal
     unrolls     K passes over all positions at once. Pass k reads z_{t-1} of pass k - 1 (eq. 5,
                 `unroll`). The first has no correction, so K = 1 is the plain Transformer.
 
-Unrolls converge to streaming (theorem 3), and T + 1 are equal to it (Lemma 1). Training and
-validation run K, `logits` as many as change z (`fixed_point`; with bptt, all may: it streams).
+T + 1 unrolls equal streaming (Lemma 1), to which they converge if the correction is a contraction
+(theorem 3). Training and validation run K, `logits` as many as change z (`fixed_point`).
 
     B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded   n  positions of a call
     L  blocks, n_layer (the paper's D, or N if plain)  H  heads of size D, HK for keys and values
@@ -202,7 +202,7 @@ class Model(nn.Module):
         self.n_unrolls = c.K  # number of unrolls in this training step
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
-        self.shard_blocks = not c.bptt and c.variant != 'tied'  # bptt: gathers per position; tied: reads without a call
+        self.shard_blocks = not c.bptt and c.variant != 'tied'  # these run or read a block outside its call
         # Initializes every matrix and bias: set other initial values after this loop.
         # Inferred from model_standard.py: only the attention output is scaled down with depth.
         for name, p in self.named_parameters():

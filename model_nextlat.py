@@ -1,6 +1,6 @@
 """NextLat: a Transformer trained to predict its own next hidden state.
 
-"Next-Latent Prediction Transformers Learn Compact World Models".
+"Next-Latent Prediction Transformers Learn Compact World Models" (arXiv 2511.05963).
 
 The final hidden state h_t should be a belief state: a summary of all that the past says about the
 future. So besides the next-token loss, a small network p_psi learns to predict h_{t+1} from h_t and

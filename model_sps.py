@@ -51,7 +51,7 @@ METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other 
 @dataclass
 class Config:
     may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
-    own = 'window',  # not taken over by --init_from from or to another model: it is the rho stream's
+    own = 'window',  # the rho stream's: another model's `window` differs, so --init_from leaves it
     state_window = 'persistent_window'  # setting that limits how much of the state is seen, for analyses
 
     method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # method of the paper, see `METHODS`

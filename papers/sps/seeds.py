@@ -19,7 +19,6 @@ import pandas as pd
 from analysis import figures
 from analysis.runs import finished, labeled
 from lm_architectures.files import UserError
-from lm_architectures.settings import check_ranges
 
 
 @dataclass
@@ -27,9 +26,6 @@ class Settings(figures.Settings):
     better: str | None = None  # label of the group that is tested to have the lower loss
     alike: str | None = None  # labels of two groups tested for equivalence, separated by ;
     margin: float = 0.01  # nats per token within which they count as equal
-
-    def __post_init__(self):
-        check_ranges(self, margin=0)
 
 
 def lower_test(a: Sequence[float], b: Sequence[float], lead: float = 0.0) -> dict[str, float]:

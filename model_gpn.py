@@ -301,10 +301,7 @@ class Model(nn.Module):
     # ---- decoding ----
 
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
-        """Return an empty cache for batch_size rows: the state after each of the last tokens.
-
-        Its size does not depend on max_tokens.
-        """
+        """Return an empty cache: each row's states after its last tokens, for any max_tokens."""
         s, g, memory = self.first_state(batch_size, device)
         state = dict(s=s, g=g, memory=memory, ended=torch.zeros_like(s[:, 0], dtype=torch.bool))
         return StateCache({name: torch.stack([x] * (max_call + 1), 1) for name, x in state.items()}, max_call)

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import saved_bytes
 from references import assert_near, loss_and_gradients
-from test_gpn import make, needs_triton, plain_states, results, scale_keys
+from test_gpn import SMALL, make, needs_triton, plain_states, results, scale_keys
 from torch.utils._pytree import tree_leaves, tree_map
 
+import model_gpn as G
 from scans import gpn as scan
 from scans import gpn_gpu
 
@@ -165,6 +167,19 @@ def test_the_bias_of_the_decay_is_not_rounded_to_bf16(kernels_device):
     decay = gpn_gpu.launch_memory_inputs(z.split(sizes.columns(0), -1)[1], steps.rates, steps.heads)[4]
     want = write.log_decay(torch.zeros(3, c.n_embd, device=kernels_device))
     torch.testing.assert_close(decay.log(), want, rtol=1e-3, atol=1e-6)
+
+
+@in_kernels
+def test_saved_tensors_follow_the_documented_formula(kernels_device):
+    """The bytes saved for the backward equal the formula in scans/gpn.py."""
+    T, B, c = 16, 2, G.Config(**SMALL | dict(segment_len=8))
+    model = G.Model(c).to(kernels_device)
+    u = torch.zeros(T, B, c.n_embd, requires_grad=True, device=kernels_device)
+    folded, sizes = [w.detach() for w in scan.fold(model)], list(scan.Sizes.from_config(c))
+    held = saved_bytes(lambda: scan._scan_op(u, None, folded, sizes, c.norm_eps, torch.float32, True))
+    products = 2 * c.n_embd + 2 * c.n_ffn + c.n_head * (3 * c.d_v + 2 * c.d_k + 2)
+    states, memories = T * B * c.n_embd, T // 8 * B * c.n_head * c.d_k * c.d_v
+    assert held == 4 * (2 * states + T * B * products + memories + sum(w.numel() for w in folded))  # 2: states and u
 
 
 class Rerun(gpn_gpu.Graph):

@@ -261,7 +261,7 @@ class Model(nn.Module):
     def states(self, idx, compiled=False):
         """Return the predicted states (B, T, C), in fp32 or wider. idx: (B, T).
 
-        compiled: use scans/recurrent.py, which takes 15 s for the first batch of a shape.
+        compiled: use scans/recurrent.py, which takes up to 15 s for the first batch of a shape.
         """
         c, u, carry_mask = self.config, self.ground_input(idx), None
         u = u.to(torch.promote_types(u.dtype, torch.float32))
@@ -310,7 +310,7 @@ class Model(nn.Module):
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n), for any n; return next-token logits as in model_standard.py."""
         c, n, states = self.config, tokens.shape[1], []
-        first = self.first_state(*tokens[:, 0].shape, tokens.device)
+        first = self.first_state(len(tokens), tokens.device)
         u = self.ground_input(tokens).to(first[0].dtype)
         with torch.autocast(u.device.type, enabled=False):  # as in training on a CPU
             for t in range(n):

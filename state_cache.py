@@ -56,5 +56,5 @@ class StateCache:
         return h[self.rows[:, 0], self.n_new - 1]
 
     def rollback(self, n):
-        """Forget each row's last n tokens, at most max_call. n: int, or (B,) int64."""
+        """Forget the last n <= max_call tokens of the last call. n: int, or (B,) int64 by row."""
         self.lengths -= n

@@ -36,7 +36,7 @@ def pinned(model, fast):
     if model.config.scan != 'auto':
         return fast if model.config.scan == 'fast' else None
     if cls is not getattr(file, 'Model', None) or cls.__base__.__module__.partition('.')[0] != 'torch':
-        _warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step{where}: '
+        warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step{where}: '
                    f'scans.{name} does not support subclasses')
         return None
     why, hint = 'it does not implement the edit', ''
@@ -49,7 +49,7 @@ def pinned(model, fast):
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
     is_copy = Path(getattr(file, '__file__', '')).parent.name == 'code'  # stored in a run
-    _warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step{where}, without '
+    warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step{where}, without '
                f'scans.{name} ({why})' + hint * (not is_copy))
     return None
 
@@ -72,6 +72,6 @@ def _code(x):
 
 
 @functools.cache
-def _warn_once(message):
+def warn_once(message):
     if os.environ.get('RANK', '0') == '0':
         print(message, file=sys.stderr)

@@ -21,7 +21,6 @@ numbers have to be among x. A parameter that the step reads gets a gradient, if 
 
     B  batch size    T  positions    x, state, z, ...: lists of tensors
 """
-import functools
 import math
 import os
 import shutil
@@ -29,23 +28,25 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from attn_kernels import outside_graphs
+from attn_kernels import at_least_fp32, outside_graphs
+
+from . import warn_once
 
 OPTIONS = {'size_asserts': False, 'cpp.min_chunk_size': 16384}  # less work per call; small loops in one thread
 PARTS, LANES = 8, 16  # parts of a product's matrix, and a multiple of their rows, for SIMD
 
 
 @outside_graphs
-@functools.cache
 def runs_on(device):
     """Return True on a CPU with a C++ compiler. Says so, once, if there is none."""
     compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
     if device.type == 'cpu' and not shutil.which(compiler):
-        print(f'Recurrences run step by step (slower): no C++ compiler {compiler} (or set CXX)', file=sys.stderr)
+        warn_once(f'Recurrences run step by step (slower): no C++ compiler {compiler} (or set CXX)')
     return device.type == 'cpu' and shutil.which(compiler) is not None
 
 
@@ -113,9 +114,10 @@ class _Compute(TorchFunctionMode):
         if func is not F.linear or not weights_of(self.names, *args, **kwargs):
             args, kwargs = tree_map(lambda x: self.plain.get(self.names.get(id(x)), x), (args, kwargs))
             return func(*args, **kwargs)
-        (i, columns), y = next(self.places), args[0].flatten(0, -2)
+        i, columns = next(self.places)
         if self.z[i] is None:
             w = self.weights[i]
+            y = args[0].flatten(0, -2).to(w.dtype)
             self.z[i] = _KnownProduct.apply(y, w, self.known[i]) if self.known else product(y, w) + self.biases[i]
             self.y[i] = y.detach()
         return self.z[i][:, columns].unflatten(0, args[0].shape[:-1])
@@ -173,8 +175,11 @@ class Recurrence:
         n, names = len(self.groups), {id(p): name for name, p in self.named.items()}
         plain = dict(zip(self.plain, params[2 * n:]))
         with _Compute(self.places, params[:n], params[n:2 * n], names, plain, known) as products:
-            state = self.step(*x, *state)
-        return [s.contiguous() for s in state], products
+            new = self.step(*x, *state)
+        kinds = [[(s.shape, s.dtype) for s in tensors] for tensors in (state, new)]
+        if isinstance(new, torch.Tensor) or kinds[0] != kinds[1]:
+            raise ValueError('a step must return the new state: a tuple of tensors like those it was given')
+        return [s.contiguous() for s in new], products
 
     def forward(self, params, x, start, state, out, z):
         """Return the state after a token. Fills out (its first tensor) and z."""
@@ -242,15 +247,17 @@ class _Scan(torch.autograd.Function):
             for t in range(segments[len(states) - 1][0], b):
                 state = r.call(r.forward, params, xs[t], starts[t], state, outs[t], zs[t])
             states.append(state)
-        ctx.save_for_backward(*x, *params)
-        ctx.others = r, segments, starts, states[:-1], z
+        ctx.save_for_backward(*x, *params, *z, *(s for state in states[:-1] for s in state))
+        ctx.others = r, segments, starts, [len(x), len(params), len(z), *[len(first)] * len(segments)]
         return out.transpose(0, 1)
 
     @staticmethod
+    @once_differentiable
+    @torch.autocast('cpu', enabled=False)
     def backward(ctx, grad):
-        (r, segments, starts, states, z), n = ctx.others, len(ctx.others[-1])
-        n_x = len(ctx.saved_tensors) - 2 * n - len(r.plain)
-        x, params = ctx.saved_tensors[:n_x], ctx.saved_tensors[n_x:]
+        (r, segments, starts, sizes), saved = ctx.others, iter(ctx.saved_tensors)
+        x, params, z, *states = ([next(saved) for _ in range(n)] for n in sizes)
+        n = len(z)
         dx, totals = [torch.empty_like(a) for a in x], [torch.zeros_like(p) for p in params]
         T, grad = len(x[0]), grad.transpose(0, 1).contiguous()
         xs, zs, grads, dxs = (_tokens(part, T) for part in (x, z, [grad], dx))
@@ -282,14 +289,17 @@ class _Recurrences(dict):
 def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None):
     """Return the first tensor of the state after each token, (B, T, ...).
 
-    x: list of tensors (B, T, ...); first: state before token 0, and where carry_mask (B, T) is
-    False; bptt_len: gradients stop at multiples of this many tokens. The products have the dtype of
-    the weights, also under autocast.
+    step: a method that reads parameters of module and no buffers; x: list of (B, T, ...); first: a
+    constant state, before token 0 and where carry_mask (B, T) is False; bptt_len: gradients stop at
+    multiples of this many tokens. Products have the weights' dtype, all else fp32 or wider, also
+    under autocast.
     """
-    arguments, T = [*(a[:, 0].detach().clone() for a in x), *(s.clone() for s in first)], x[0].shape[1]
+    x, first = ([at_least_fp32(a) if a.is_floating_point() else a for a in part] for part in (x, first))
+    first, T = [s.detach().contiguous() for s in first], x[0].shape[1]
+    arguments = *(a[:, 0].detach().clone() for a in x), *(s.clone() for s in first)
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters
-    key = (step.__code__, module.training, carry_mask is None, *((a.shape, a.dtype) for a in arguments),
-           *dict.fromkeys(p.dtype for p in named.values()))
+    key = (step.__code__, id(step.__self__), module.training, carry_mask is None,
+           *((name, a.shape, a.dtype) for name, a in [*enumerate(arguments), *named.items()]))
     recurrences = module.__dict__.setdefault('_recurrences', _Recurrences())
     with torch.autocast('cpu', enabled=False):
         r = recurrences[key] = recurrences.get(key) or Recurrence(step, named, arguments)
@@ -297,4 +307,4 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
         starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len or T)})
         segments = [(a, b, b == T or bptt_len and b % bptt_len == 0) for a, b in zip(starts, [*starts[1:], T])]
         mask = [] if carry_mask is None else [carry_mask.T.contiguous()]
-        return _Scan.apply(r, segments, mask, list(first), len(x), *x, *r.merge())
+        return _Scan.apply(r, segments, mask, first, len(x), *x, *r.merge())

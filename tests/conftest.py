@@ -36,6 +36,8 @@ from lm_architectures.files import warn_once
 from lm_architectures.run import checkpoint, folders, models, records
 
 sys.modules['lm_architectures.scans'] = scans  # one copy for `import model_gpn` and `model_file('gpn')`
+for scan in ('attention', 'gdn', 'gpn', 'recurrent'):
+    sys.modules[f'lm_architectures.scans.{scan}'] = importlib.import_module(f'scans.{scan}')
 os.environ.pop('TRITON_INTERPRET', None)
 scans.KERNELS_ON_CPU = False
 

@@ -12,6 +12,7 @@ from references import assert_near, random_model
 from test_gpn import SMALL
 
 import model_gpn
+import scans
 from scans import recurrent
 
 EDITS = sorted(path.stem for path in (ROOT / 'papers/gpn/edits').glob('gpn_*.py'))
@@ -129,6 +130,54 @@ def test_the_model_of_the_docs_is_an_lstm():
         torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
 
 
+class Cell(nn.Module):
+    def __init__(self, n=16):
+        super().__init__()
+        self.recur = nn.Linear(n, n)
+
+    def step(self, x, h):
+        return torch.tanh(x + self.recur(h)),
+
+
+def check(module, step, x, first, tolerance=1e-9):
+    found = [{'out': scan(module, step, [x], [first])} for scan in (recurrent.scan, plain_scan)]
+    assert_near(found[0], found[1], tolerance)
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_any_layout_of_the_first_state_and_cells_of_one_class():
+    """Graphs are compiled for contiguous tensors, and belong to the method of one object."""
+    torch.manual_seed(0)
+    cells = nn.ModuleList([Cell(), Cell()]).double()
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    for first in (torch.randn(1, 16).double().expand(3, -1), torch.randn(16, 3).double().T):
+        for cell in cells:
+            check(cells, cell.step, x, first)
+    cells[1].recur = nn.Sequential(cells[1].recur, nn.Linear(16, 16).double())
+    check(cells, cells[1].step, x, first)
+
+
+def test_autocast_bf16_inputs_and_steps_that_return_a_tensor():
+    torch.manual_seed(0)
+    cell, x, first = Cell(), torch.randn(3, 5, 16), torch.zeros(3, 16)
+    with torch.autocast('cpu', torch.bfloat16):
+        out = recurrent.scan(cell, cell.step, [x.bfloat16()], [first.bfloat16()])
+        out.square().sum().backward()  # traced here
+    cell.zero_grad()
+    out = recurrent.scan(cell, cell.step, [x], [first])
+    out.square().sum().backward()
+    want, = torch.autograd.grad(plain_scan(cell, cell.step, [x], [first]).square().sum(), cell.recur.weight)
+    torch.testing.assert_close(cell.recur.weight.grad, want)
+    with pytest.raises(ValueError, match='must return the new state'):
+        recurrent.scan(cell, Wrong().step, [x], [first])
+
+
+class Wrong(Cell):
+    def step(self, x, h):
+        return torch.tanh(x + h)
+
+
 @pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled_graphs_equal_the_loop():
@@ -141,9 +190,8 @@ def test_compiled_graphs_equal_the_loop():
 
 def test_without_a_compiler_the_loop_runs_and_one_line_is_printed(monkeypatch, capsys):
     monkeypatch.setenv('CXX', 'no-such-compiler')
-    recurrent.runs_on.__wrapped__.cache_clear()
+    scans.warn_once.cache_clear()
     model, idx = random_model(model_gpn, 3, **SMALL)
     for _ in range(2):
         assert torch.equal(model.states(idx, compiled=True), model.states(idx))
     assert capsys.readouterr().err.count('\n') == 1
-    recurrent.runs_on.__wrapped__.cache_clear()

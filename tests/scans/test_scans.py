@@ -61,7 +61,7 @@ def test_pins_cover_the_listed_objects(name):
 
 @pytest.mark.parametrize('name, piece', [(name, piece) for name in PINNED for piece in PINNED[name].split()])
 def test_editing_any_pinned_object_is_detected(name, piece, monkeypatch, capsys):
-    scans._warn_once.cache_clear()
+    scans.warn_once.cache_clear()
     model, _ = make(importlib.import_module(f'model_{name}'), name)
     assert model.fast and capsys.readouterr().err == ''
     monkeypatch.setattr(f'model_{name}.{piece}', lambda *args: 'an edit')
@@ -88,7 +88,7 @@ def test_an_edited_equation_trains_and_decodes(name, import_edited):
 @pytest.mark.parametrize('name', EDITS)
 def test_the_digest_of_an_edit_is_printed_and_enables_the_fast_form(name, import_edited, monkeypatch, capsys):
     file = import_edited(name, lambda source: re.sub(rf'\b{EDITS[name][0]}\b', 'other_name', source))
-    scans._warn_once.cache_clear()
+    scans.warn_once.cache_clear()
     assert not make(file, name)[0].fast
     pin = re.search(rf"add '(\w+)' to PINS in scans/{name}.py", capsys.readouterr().err)[1]
     monkeypatch.setattr(FAST[name], 'PINS', {pin})
@@ -112,7 +112,7 @@ def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, imp
 @pytest.mark.parametrize('name', MODELS)
 def test_renamed_functions_and_subclasses_run_the_equations_unless_scan_is_fast(name, capsys, monkeypatch):
     file = importlib.import_module(f'model_{name}')
-    scans._warn_once.cache_clear()
+    scans.warn_once.cache_clear()
 
     class Own(file.Model):
         pass

@@ -158,5 +158,7 @@ def keep_freed_pages() -> None:
     """Make glibc reuse freed memory instead of returning it to the kernel: fewer page faults."""
     if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL('libc.so.6')
-        for parameter, value in ((-3, 2 ** 31 - 1), (-1, 2 ** 31 - 1), (-2, 2 ** 28)):  # mmap, trim thresholds, top pad
-            libc.mallopt(parameter, value)
+        if not libc.mallopt(-3, 2 ** 31 - 1):  # threshold of mmap
+            libc.mallopt(-3, 2 ** 25)  # the largest of an older glibc
+        libc.mallopt(-1, 2 ** 31 - 1)  # threshold of trimming
+        libc.mallopt(-2, 2 ** 28)  # top pad

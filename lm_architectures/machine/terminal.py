@@ -23,7 +23,7 @@ def make_progress() -> Callable[[str], None]:
 
 
 def say(line: str, end: str = '\n') -> None:
-    """Print a permanent line, above the updating one."""
+    """Print a line in place of the updating one."""
     with suppress(OSError):  # the terminal is closed: SIGHUP will stop the run
         print(('\r\x1b[K' if sys.stdout.isatty() else '') + line, end=end, flush=True)
 
@@ -32,7 +32,7 @@ def say(line: str, end: str = '\n') -> None:
 def catch_signals() -> Iterator[list]:
     """Yield a list that becomes non-empty at the first SIGINT, SIGTERM or SIGHUP.
 
-    A second SIGINT or SIGTERM ends the program as usual; a second SIGHUP, which shells may send, is
+    The same SIGINT or SIGTERM again kills the process; a second SIGHUP, which shells may send, is
     ignored. Signals that were ignored before (under nohup) stay ignored.
     """
     stop = []

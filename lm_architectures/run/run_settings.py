@@ -126,7 +126,7 @@ def model_config(s, given, data, record):
 
 def resume_command(argv: list[str], world: int, out_dir: str) -> str:
     """Return the command that continues a run, from the arguments that started it."""
-    args = [a for a in argv if a not in ('--resume', '--overwrite') and not a.startswith('--extend=')]
+    args = [a for a in argv if a.partition('=')[0] not in ('--resume', '--overwrite', '--extend')]
     if not any(a.startswith('--out_dir=') for a in args):
         args.append(f'--out_dir={out_dir}')
     here = ranks()[-1]  # processes per machine
@@ -153,7 +153,9 @@ def check_settings(s, data, world) -> None:
             (s.parallel == 'fsdp' and s.batch_size % world,
              f'batch_size is {s.batch_size}: parallel = fsdp needs a multiple of the number of processes, {world}'),
             (s.acceptance_prompts and hasattr(data, 'score'),
-             f'acceptance_prompts = {s.acceptance_prompts} needs text, but {data.folder} is a task: use 0')):
+             f'acceptance_prompts = {s.acceptance_prompts} needs text, but {data.folder} is a task: use 0'),
+            (s.acceptance_prompts and s.block_size < 3,
+             f'acceptance_prompts = {s.acceptance_prompts} needs a block_size of 3, not {s.block_size}')):
         if wrong:
             raise UserError(sentence)
     check_windows(data, s.block_size)

@@ -116,7 +116,7 @@ def measure(folder: str, device, dtype, s: Settings) -> list[dict]:
     """Return the rows of `compare_lengths` of a run, for each data folder."""
     model, record = load_run(folder, device, dtype, s.code)
     draft = None if s.draft is None else load_draft(s.draft, record, device, dtype, s.code)
-    return [{'data': data} | row for data in s.data or [record['settings']['data']]
+    return [{'data': data or record['settings']['data']} | row for data in s.data or [None]
             for row in compare_lengths(model, draft, read_prompts(record, data, s), s)]
 
 

@@ -223,7 +223,8 @@ class Recurrence:
 
             examples = [torch.empty_like(a) for a in tensors]  # make_fx would take a tensor given twice for one input
             graph = make_fx(flat, tracing_mode='fake')(*examples)
-            self.graphs[function.__name__] = torch._inductor.compile(graph, examples, options=OPTIONS)
+            fake = [node.meta['val'] for node in graph.graph.find_nodes(op='placeholder')]  # Inductor caches these
+            self.graphs[function.__name__] = torch._inductor.compile(graph, fake, options=OPTIONS)
         return self.graphs[function.__name__](*tensors)
 
 

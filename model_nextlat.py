@@ -146,13 +146,13 @@ class Losses(nn.Module):
         return parts
 
     def next_hidden(self, h, predicted):
-        """Return the distance of each h^ from h (L_next-h), d times (N,)."""
+        """Return the distance of each h^ from h (L_next-h), a list of d tensors (N,)."""
         distance = F.mse_loss if self.config.state_loss == 'mse' else F.smooth_l1_loss
         goal = h.detach() if self.config.stop_target else h
         return [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
 
     def kl(self, log_p, log_q):
-        """Return KL(p(.|h) || p(.|h^)) for each h^ (L_KL), d times (N,)."""
+        """Return KL(p(.|h) || p(.|h^)) for each h^ (L_KL), d tensors (N,)."""
         log_p = log_p.detach()
         p = log_p.exp()
         return [(p * (log_p - q)).sum(-1) for q in log_q]

@@ -6,11 +6,11 @@ is added. Then a feed-forward net and a read from the memory predict the next st
 next token is decoded. The memory is written once per token by the gated delta rule, with a key from
 the previous grounded state and a value from the current one.
 
-Read `Write`, `Layer` and `Model.step`, the paper's equations, then `Model.loop`, which applies them
-token by token. In training on a CPU, scans/recurrent.py compiles `step` as it is written here: an
-edit trains as fast. On a GPU, scans/gpn.py has kernels for the unedited equations. From the
-official code: the RMSNorms that eq. 4, 8, 9 and 11 do not show, and the biases of Gate_f, Gate_p,
-queries, keys and decay.
+Read `Write`, `delta_rule`, `Layer` and `Model.step`, the paper's equations, then `Model.loop`,
+which applies them token by token. In training on a CPU, scans/recurrent.py compiles `step` as it is
+written here: an edit trains as fast. On a GPU, scans/gpn.py has kernels for the unedited equations.
+From the official code: the RMSNorms that eq. 4, 8, 9 and 11 do not show, and the biases of Gate_f,
+Gate_p, queries, keys and decay.
 
     B  batch size   T  positions   C  state width, n_embd (the paper's d)   E  embedding width d_emb
     L  layers       F  feed-forward width, n_ffn     H  memory heads         V  vocabulary, padded
@@ -29,7 +29,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attn_kernels import CrossEntropy, check_sizes, chunked_loss, counted_targets, mask_padding, outside_graphs
+from attn_kernels import (CrossEntropy, at_least_fp32, check_sizes, chunked_loss, counted_targets, mask_padding,
+                          outside_graphs)
 from state_cache import StateCache
 
 try:
@@ -94,8 +95,18 @@ def read(memory, x):
     return (memory * x.unsqueeze(-1)).sum(-2)
 
 
+def delta_rule(memory, k, v, beta, decay, q):
+    """Write to the memory, eq. 10, and read it. Returns the new memory and the read (B, H, D).
+
+    memory: (B, H, K, D); k, q: (B, H, K); v: (B, H, D); beta, decay: (B, H).
+    """
+    error = v - read(memory, k)
+    memory = decay[..., None, None] * memory + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+    return memory, read(memory, q)
+
+
 class Write(nn.Module):
-    """MemWrite, eq. 8 to 10: the gated delta rule stores transitions between grounded states."""
+    """What a token writes to the memory, eq. 8 and 9: a transition between two grounded states."""
 
     def __init__(self, config):
         super().__init__()
@@ -110,25 +121,26 @@ class Write(nn.Module):
         dt = torch.empty(c.n_head).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt, as in Gated DeltaNet
 
-    def write_gate(self, g):
-        """Return beta (..., H), eq. 9, for grounded states g (..., C)."""
-        return torch.sigmoid(self.beta(self.norm(g)).to(g.dtype))
+    def write_gate(self, normed):
+        """Return beta (..., H), eq. 9. normed: RMSNorm of the grounded state, (..., C)."""
+        return torch.sigmoid(at_least_fp32(self.beta(normed)))
 
-    def log_decay(self, g):
-        """Return gamma (..., H), eq. 9, for grounded states g (..., C), with the official bias."""
-        a = self.decay(self.norm(g)).to(g.dtype)  # in fp32: bf16 would round a slow head's e^-0.001 to 1
+    def log_decay(self, normed):
+        """Return gamma (..., H), eq. 9, with the official bias. normed: as in `write_gate`."""
+        a = at_least_fp32(self.decay(normed))  # in fp32: bf16 would round a slow head's e^-0.001 to 1
         return -self.log_rate.exp() * F.softplus(a + self.dt_bias)
 
-    def forward(self, last, g, memory):
-        """Return M after this token. last, g: previous and current grounded state, (B, C)."""
-        def heads(x):  # (B, H size) -> (B, H, size), in the memory's dtype
-            return x.to(memory.dtype).unflatten(-1, (self.n_head, -1))
+    def forward(self, last, g):
+        """Return k (B, H, K), v (B, H, D), beta and decay (B, H), in fp32 or wider.
 
+        last, g: previous and current grounded state, (B, C).
+        """
+        def heads(x):  # (B, H size) -> (B, H, size)
+            return x.to(g.dtype).unflatten(-1, (self.n_head, -1))
+
+        normed = self.norm(g)
         k = l2_normalize(F.relu(heads(self.key(self.norm(last)))))  # eq. 8
-        v = heads(self.value(self.norm(g)))
-        beta, decay = self.write_gate(g).unsqueeze(-1), self.log_decay(g).exp().unsqueeze(-1)  # (B, H, 1)
-        error = v - read(memory, k)
-        return decay.unsqueeze(-1) * memory + k.unsqueeze(-1) * (beta * error).unsqueeze(-2)  # eq. 10
+        return k, heads(self.value(normed)), self.write_gate(normed), self.log_decay(normed).exp()
 
 
 class Layer(nn.Module):
@@ -146,17 +158,21 @@ class Layer(nn.Module):
             self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
 
-    def forward(self, x, memory):
-        """Apply eq. 7 (eq. 5 without memory). x: grounded state or layer below, (B, C)."""
+    def forward(self, x, memory, write=None):
+        """Apply eq. 7 (eq. 5 without memory). Returns the layer's output (B, C) and the memory.
+
+        x: grounded state or layer below, (B, C); write: from `Write`, written before the read.
+        """
         ffn_gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
         gate = torch.sigmoid(self.gate(self.gate_norm(x)).to(x.dtype))  # in fp32, as in `Model.ground`
         y = gate * x + self.ffn_out(F.silu(ffn_gate) * up)  # Gate_p, FFN
         if self.n_head == 0:
-            return y
-        x_normed = self.read_norm(x)
-        q = l2_normalize(F.relu(self.query(x_normed).to(memory.dtype).unflatten(-1, (self.n_head, -1))))
-        memory_read = self.out_norm(read(memory, q).flatten(1))  # RMS in eq. 11, over all heads at once
-        return y + self.read_out(F.silu(self.read_gate(x_normed)) * memory_read)  # MemRead, eq. 11
+            return y, memory
+        normed = self.read_norm(x)
+        q = l2_normalize(F.relu(self.query(normed).to(x.dtype).unflatten(-1, (self.n_head, -1))))
+        memory, memory_read = delta_rule(memory, *write, q) if write else (memory, read(memory, q))
+        memory_read = self.out_norm(memory_read.flatten(1))  # RMS in eq. 11, over all heads at once
+        return y + self.read_out(F.silu(self.read_gate(normed)) * memory_read), memory  # MemRead, eq. 11
 
 
 class Model(nn.Module):
@@ -203,11 +219,11 @@ class Model(nn.Module):
 
     def predict(self, last, g, memory):
         """Return s (B, C), new M; eq. 5, 7 to 11. last, g: previous and current grounded state."""
-        if self.write is not None:
-            memory = self.write(last, g, memory)
+        write = self.write(last, g) if self.write else None
         s = g
         for layer in self.layers:
-            s = layer(s, memory)
+            s, memory = layer(s, memory, write)
+            write = None  # the first layer writes, and all read
         return s, memory
 
     def step(self, u, s, g, memory):

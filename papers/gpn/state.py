@@ -46,14 +46,15 @@ def unroll(model, idx, without=None, carried=False, heads_off=()):
     u, states, decays = model.ground_input(idx), [], []
     state, index = model.first_state(B, u.device), torch.tensor(heads_off, dtype=torch.int64, device=u.device)
     with model.write.register_forward_hook(
-            lambda module, inputs, memory: memory.index_fill(1, index, 0)) if len(index) else nullcontext():
+            lambda module, inputs, write: (*write[:2], write[2].index_fill(1, index, 0), write[3])  # beta = 0
+    ) if len(index) else nullcontext():
         for t in range(T):
             s, g, memory = model.step(u[:, t], *state)
             predicted = s if without is None else s - (s @ without).unsqueeze(-1) * without
             state = (predicted if carried else s), g, memory
             states.append(predicted)
             if model.config.n_head:
-                decays.append(model.write.log_decay(g))
+                decays.append(model.write.log_decay(model.write.norm(g)))
     return torch.stack(states, 1), torch.stack(decays, 1) if decays else u.new_zeros(B, T, 0)
 
 

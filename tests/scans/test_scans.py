@@ -20,7 +20,7 @@ from scans import gdn, gpn
 FAST = {'gpn': gpn, 'gdn': gdn}  # {NAME: fast form of model_NAME.py}
 MODELS = {name: fast.SMALL for name, fast in FAST.items()}
 PINNED = {
-    'gpn': 'RMSNorm l2_normalize read Write Model.write_type Layer choose_rows Model.__init__ Model.ground '
+    'gpn': 'RMSNorm l2_normalize read delta_rule Write Model.write_type Layer choose_rows Model.__init__ Model.ground '
            'Model.predict Model.step Model.first_state Model.loop',
     'gdn': 'read Block.step Block.loop'}
 

@@ -6,8 +6,8 @@ from model_gpn import Model as GPN
 
 
 class WriteWithoutDecay(Write):
-    def log_decay(self, g):
-        return torch.zeros_like(super().log_decay(g))
+    def log_decay(self, normed):
+        return torch.zeros_like(super().log_decay(normed))
 
 
 class Model(GPN):

@@ -6,8 +6,8 @@ from model_gpn import Model as GPN
 
 
 class AlwaysWrite(Write):
-    def write_gate(self, g):
-        return torch.ones_like(super().write_gate(g))
+    def write_gate(self, normed):
+        return torch.ones_like(super().write_gate(normed))
 
 
 class Model(GPN):

@@ -318,9 +318,8 @@ class Model(nn.Module):
 
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty cache: each row's states after its last tokens, for any max_tokens."""
-        s, g, memory = self.first_state(batch_size, device)
-        state = dict(s=s, g=g, memory=memory, ended=torch.zeros_like(s[:, 0], dtype=torch.bool))
-        return StateCache({name: torch.stack([x] * (max_call + 1), 1) for name, x in state.items()}, max_call)
+        state = _join(self.first_state(batch_size, device))
+        return StateCache({'state': state.repeat(1, max_call + 1, 1)}, max_call)
 
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
@@ -333,19 +332,19 @@ class Model(nn.Module):
                 is_token = None if lengths is None else t < lengths
                 cache.begin(1, is_token if lengths is None else is_token.long())
                 if t == 0:
-                    state = [cache.last(name, 1)[:, 0] for name in cache.windows]
-                *before, ended = state
-                new = self.step(u[:, t], *(before if c.eos_id is None else choose_rows(ended, first, before)))
-                new = *new, ended if c.eos_id is None else tokens[:, t] == c.eos_id
+                    parts = cache.last('state', 1).split([x[0].numel() for x in first], -1)
+                    state = [part.view_as(x) for part, x in zip(parts, first)]
+                new = self.step(u[:, t], *state)
+                states.append(new[0])
+                if c.eos_id is not None:
+                    new = choose_rows(tokens[:, t] == c.eos_id, first, new)  # the next token starts a document
                 state = new if lengths is None else choose_rows(is_token, new, state)
                 if lengths is not None or n - t <= cache.size:  # older ones are replaced in this call
-                    for name, x in zip(cache.windows, state):
-                        cache.push(name, x.unsqueeze(1))
+                    cache.push('state', _join(state))
                 cache.lengths += cache.n_new
-                states.append(state[0])
         h = self.head_input(torch.stack(states, 1))
         if not all_positions:
-            h = h[:, -1]  # also of shorter rows, which keep their state
+            h = h[:, -1] if lengths is None else h[cache.rows[:, 0], lengths - 1]
         return mask_padding(self._logits(h), self.config.n_ids)
 
     @property
@@ -365,3 +364,8 @@ class Model(nn.Module):
 def choose_rows(mask, a, b):
     """Return the rows of tensors a where mask (B,) is True, else those of b. Tensors: (B, ...)."""
     return [torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, y) for x, y in zip(a, b)]
+
+
+def _join(state):
+    """Return the tensors of a state as one, (B, 1, values), which is faster to store."""
+    return torch.cat([x.flatten(1) for x in state], 1).unsqueeze(1)

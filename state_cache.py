@@ -23,6 +23,7 @@ class StateCache:
         first = next(iter(windows.values()))
         self.windows, self.max_call, self.size = windows, max_call, first.shape[1]
         self.rows = torch.arange(len(first), device=first.device).unsqueeze(1)
+        self.slots = torch.arange(self.size, device=first.device)
         self.lengths = torch.zeros(len(first), device=first.device, dtype=torch.int64)  # tokens held by each row
 
     @property
@@ -35,11 +36,13 @@ class StateCache:
 
         A row of length 0 may push the entry of its last token again.
         """
-        self.n_new = torch.full_like(self.lengths, n) if lengths is None else lengths
-        slot, last = torch.arange(self.size, device=self.rows.device), self.n_new[:, None] - 1
-        self.oldest_first = (self.lengths[:, None] + slot) % self.size
-        kept = torch.minimum((last - self.size + 1).clamp(min=0) + slot[:n], last)  # padding repeats the last token
-        self.kept, self.placed = kept.clamp(min=0), (self.lengths[:, None] + kept) % self.size  # tokens, their slots
+        if lengths is None:
+            self.n_new, kept = torch.full_like(self.lengths, n), self.slots[:n] + max(n - self.size, 0)
+        else:  # the last token again in place of padding
+            self.n_new, last = lengths, lengths[:, None] - 1
+            kept = torch.minimum((last - self.size + 1).clamp(min=0) + self.slots[:n], last)
+        self.kept = kept.clamp(min=0)  # the tokens to store: the last `size` of each row
+        self.oldest_first, self.placed = ((self.lengths[:, None] + x) % self.size for x in (self.slots, kept))  # slots
 
     def last(self, name, k):
         """Return the entries (B, k, ...) of the k <= size tokens before the call, oldest first."""

@@ -203,7 +203,7 @@ def test_state_and_memory_are_in_fp32(narrow, form):
     want = model.states(idx, compiled=True)
     if narrow == 'weights':
         model = model.to(torch.bfloat16)
-        assert model.new_cache(3, 23).windows['memory'].dtype == torch.float32
+        assert model.new_cache(3, 23).windows['state'].dtype == torch.float32
     with torch.autocast('cpu', torch.bfloat16, enabled=narrow == 'autocast'):
         got = model.states(idx, compiled=True)
     assert got.dtype == torch.float32 and (got - want).norm() < 0.03 * want.norm()

@@ -147,8 +147,8 @@ def tested(folder: str) -> pd.DataFrame:
                       'smallest': smallest_effect(gaps.std(), len(gaps), ALPHA / len(rows))})
     rows = rows.join(pd.DataFrame(found))
     rows['p_holm'] = holm(rows.p)
-    rows['verdict'] = np.where(rows.p_holm >= ALPHA, 'not seen at this size',
-                               np.where(rows.agrees, 'supported', 'opposite here'))
+    rows['verdict'] = np.select([rows.p_holm >= ALPHA, rows.agrees & (rows.margin > 0), rows.agrees],
+                                ['not seen at this size', 'within the margin', 'same direction'], 'opposite direction')
     return rows
 
 

@@ -90,13 +90,15 @@ def test_tests_equal_textbook_formulas(tmp_path, monkeypatch):
     assert row.verdict == 'not seen at this size'
 
 
-@pytest.mark.parametrize('direction, shift, verdict', [('lower', -1, 'supported'), ('lower', 1, 'opposite here'),
-                                                       ('higher', 1, 'supported'), ('higher', -1, 'opposite here')])
-def test_a_verdict_needs_the_direction_of_the_claim(direction, shift, verdict, tmp_path):
+@pytest.mark.parametrize('direction, shift, margin, verdict', [
+    ('lower', -1, '', 'same direction'), ('lower', 1, '', 'opposite direction'), ('lower', 1, 1.5, 'within the margin'),
+    ('lower', 1, 0.5, 'opposite direction'), ('higher', 1, '', 'same direction'),
+    ('higher', -1, '', 'opposite direction')])
+def test_a_verdict_needs_the_direction_of_the_claim(direction, shift, margin, verdict, tmp_path):
     (tmp_path / 'runs.csv').write_text('trial,label,seed,kind,loss\n' + ''.join(
         f'x,{label},{seed},,{2 + seed / 10 + (shift + seed / 100) * (label == "a")}\n'
         for label in 'ab' for seed in range(5)))
-    (tmp_path / 'tests.csv').write_text(f'test,trial,a,b,value,direction,margin\nT,x,a,b,loss,{direction},\n')
+    (tmp_path / 'tests.csv').write_text(f'test,trial,a,b,value,direction,margin\nT,x,a,b,loss,{direction},{margin}\n')
     assert results.tested(tmp_path).verdict.iloc[0] == verdict
 
 

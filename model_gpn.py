@@ -355,10 +355,11 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
 
-        Per head: a write of 4 K D, five times with its backward pass; per layer a read, 6 K D.
+        Per head: a read with the key, a write, and a read per layer, of 2 K D FLOPs each, and twice
+        that in the backward pass.
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + self.memory_cells * (4 * 5 + 6 * self.config.n_layer)
+        return 6 * weights + 6 * self.memory_cells * (2 + self.config.n_layer)
 
 
 def choose_rows(mask, a, b):

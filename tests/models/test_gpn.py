@@ -39,6 +39,15 @@ def test_initial_weights_match_the_official_code():
             assert largest > 1.1 if is_normal else 0.97 < largest <= 1 + 1e-6
 
 
+def test_flops_per_token_equal_a_hand_count():
+    model, _ = make(n_layer=3)
+    H, K, D, C, E, width = 2, 8, 12, 24, 16, 40
+    write, layer = C * H * (K + D + 2), C * C + 3 * C * width + C * H * (K + 2 * D)
+    weights = E * C + C * C + write + 3 * layer + C * E + E * 64  # fuse, ground gate, ..., decoder, head
+    memory = H * K * D * (1 + 1 + 3)  # read with the key, write, a read per layer
+    assert model.flops_per_token(23) == 3 * 2 * (weights + memory)
+
+
 def paper_states(model, idx, edit=''):
     """Compute the states of one window (T, C) from the equations, head by head.
 

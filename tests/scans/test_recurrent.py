@@ -106,8 +106,8 @@ def test_edited_equations_of_gpn(name):
 
 
 def own_model():
-    """Return the class and settings of the LSTM in docs/own_model.md."""
-    source = re.findall(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)[1]
+    """Return the class and settings of the LSTM in docs/recurrent.md."""
+    source = re.findall(r'```python\n(.*?)```', (ROOT / 'docs/recurrent.md').read_text(), re.S)[0]
     namespace = {'__name__': 'model_lstm'}
     exec(source, namespace)
     return namespace

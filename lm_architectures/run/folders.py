@@ -176,6 +176,9 @@ def continued_settings(s, source: str, record: dict, given: dict) -> dict:
 
     s: train.Settings that say where to start. record: config.json of the run `source`.
     """
+    if 'max_tokens' not in record['settings']:  # imported, or by `save`
+        raise UserError(f'{source} was not trained by train.py, so it cannot be resumed or extended: start a new run '
+                        f'from its weights, with --init_from={source} and another --out_dir')
     settings = make_settings(type(s), record['settings'], f'in {source}/config.json')
     saved = dataclasses.asdict(settings) | dataclasses.asdict(saved_config(record, source))
     free = may_change(record)

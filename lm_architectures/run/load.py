@@ -1,10 +1,14 @@
 """Runs in Python: `load` returns a `Run` that generates, scores texts and returns its states.
 
-sample.py is a command line for `Generation`.
+`save` writes a run of a model that was trained without train.py. sample.py is a command line for
+`Generation`.
 """
 import codecs
+import dataclasses
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,6 +17,7 @@ from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.decode import generation
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import Device, DType, pick_device, pick_dtype
+from lm_architectures.run import checkpoint, models, records
 from lm_architectures.run.folders import load_run, same_vocabulary
 from lm_architectures.run.records import read_log
 from lm_architectures.settings import check_ranges, make_settings
@@ -44,6 +49,32 @@ def load(folder, device: Device = 'auto', dtype: DType = 'auto', code: str | Non
     repository. UserError if the folder is not a run or has no undamaged checkpoint.
     """
     return Run(folder, pick_device(device), pick_dtype(dtype, pick_device(device)), code, model)
+
+
+def save(folder, model: torch.nn.Module, data, step: int, block_size: int) -> None:
+    """Write a new run folder for `load`, sample.py, eval.py and exports.
+
+    model: of the class Model of a model file (docs/own_model.md). data: `open_data(...)`, on which
+    it was trained for so many steps. block_size: its longest context, in tokens. UserError if the
+    folder exists or the run could not be loaded.
+    """
+    cls = type(model)
+    if cls.__name__ != 'Model' or cls.__module__ == '__main__':
+        raise UserError(f'the model is a {cls.__module__}.{cls.__name__}: expected the class Model of a file '
+                        'model_NAME.py, which you import, and not what torch.compile or DDP made of it')
+    values = dataclasses.asdict(model.config)
+    if values['n_ids'] != data.n_ids:
+        raise UserError(f'the model has n_ids = {values["n_ids"]}, but {data.folder} has {data.n_ids}: give its data')
+    if Path(folder).exists():
+        raise UserError(f'{folder} already exists: choose a new folder')
+    name = models.add_file(inspect.getfile(cls))
+    models.make_config(name, values)  # as `load` will read it
+    with records.locked_run(folder, is_new=True, overwrite=False):
+        checkpoint.save_checkpoint(folder, step, checkpoint.checkpoint_tensors(model), {'step': step})
+        records.save_run(folder, {
+            'model': name, 'model_config': values, 'data': records.data_record(data),
+            'settings': {'model': name, 'block_size': block_size, 'eval_seed': None, 'data': str(data.folder)},
+            'versions': {'torch': torch.__version__}})
 
 
 class Run:

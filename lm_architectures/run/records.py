@@ -108,10 +108,15 @@ def run_record(s, config, data, machine) -> dict:
         'model': s.model,
         'settings': {**dataclasses.asdict(s), **this_start, 'dtype': str(machine.dtype)[6:]},
         'model_config': dataclasses.asdict(config),
-        'data': {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id,
-                 'bos': data.bos, 'sha256': data.sha256, **parent},
+        'data': {**data_record(data), **parent},
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'device': str(machine.device),
                      'processes': machine.world}}
+
+
+def data_record(data) -> dict:
+    """Return what config.json says of the data."""
+    return {'folder': str(data.folder), 'tokenizer': data.tokenizer, 'n_ids': data.n_ids, 'eos_id': data.eos_id,
+            'bos': data.bos, 'sha256': data.sha256}
 
 
 # ---- a run in training ----

@@ -1,4 +1,4 @@
-"""The minimal model in docs/own_model.md works with every script."""
+"""The minimal model in docs/own_model.md works with every script, and with the page's own loop."""
 import dataclasses
 import re
 import shutil
@@ -7,27 +7,32 @@ import pytest
 import test_models
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_sentence, run, succeeded
+from conftest import ROOT, assert_sentence, contents, run, succeeded
+from transformers import AutoModelForCausalLM
 
+from lm_architectures import load, save
+from lm_architectures.data import open_data
 from lm_architectures.decode.generation import allocate_cache, generate
 from lm_architectures.decode.speculation import speculative_generate
 from lm_architectures.files import UserError
+from lm_architectures.hf.export import export_run
 from lm_architectures.run import folders, models, records
 from lm_architectures.score.scoring import Scorer
 
 pytestmark = pytest.mark.slow
+CODE = re.findall(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)
 
 
 @pytest.fixture(scope='module')
 def bigram(tiny_data, tmp_path_factory):
     """Train the model in docs/own_model.md, in a folder that replaces the repository root."""
     folder = tmp_path_factory.mktemp('own')
-    source = re.search(r'```python\n(.*?)```', (ROOT / 'docs/own_model.md').read_text(), re.S)
-    (folder / 'model_bigram.py').write_text(source[1])
+    (folder / 'model_bigram.py').write_text(CODE[0])
     for name in ('model_standard.py', 'attn_kernels.py'):
         shutil.copy(ROOT / name, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, 'ROOT', folder)
+        patch.setattr(models, 'ADDED', {})
         yield train_bigram(tiny_data, folder / 'run')
 
 
@@ -107,3 +112,38 @@ def test_it_works_as_target_and_as_draft_model(bigram):
         assert draft is not target or all(drafted == accepted for drafted, accepted in rounds)
     assert_sentence(run('sample.py', bigram, 'ab', '--draft_len=2', '--max_new_tokens=4'),
                     'model_bigram cannot draft for itself')
+
+
+def test_a_run_of_the_pages_own_loop_is_sampled_evaluated_and_exported(bigram, tiny_data, tmp_path, monkeypatch):
+    folder, names, idx = tmp_path / 'run', {}, torch.tensor([PROMPTS[2]])
+    code = CODE[1].replace('256', '32').replace('251', '51')
+    monkeypatch.syspath_prepend(bigram.parent)
+    exec(code.replace('python_docs', str(tiny_data)).replace('out/loop', str(folder)), names)
+    model, data = names['model'], names['data']
+    ours = load(folder)
+    assert ours.model.logits(idx).equal(model.logits(idx)) and ours.block_size == 32
+    new, = generate(model, [[97, 98]], 12, temperature=0)
+    sampled = succeeded(run('sample.py', folder, 'ab', '--max_new_tokens=12', '--temperature=0', '--dtype=float32'))
+    assert bytes(new).decode() in sampled.stdout
+    judged = succeeded(run('eval.py', folder, '--val', '--val_tokens=640', '--dtype=float32'))
+    loss = model(*data.val_batch(range(20), 32))['nll'].item()
+    assert f'val nats_per_token {loss:20,.4f}' in judged.stdout and 'step 50' in judged.stdout
+    export_run(folder, tmp_path / 'hf')
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
+    assert exported(idx).logits.equal(model.logits(idx)[..., :257])
+    more = train_bigram(tiny_data, tmp_path / 'more', f'--init_from={folder}')
+    assert f'loaded the weights of {folder}, step 50' in more.stdout
+    for args in ([f'--out_dir={folder}', '--resume'], [f'--extend={folder}', f'--out_dir={tmp_path}/b']):
+        assert_sentence(run('train.py', *args), f'{folder} was not trained by train.py', f'--init_from={folder}')
+
+
+def test_a_model_that_cannot_be_saved_is_named_and_leaves_no_folder(bigram, tiny_data, tmp_path):
+    (model, _), data, before = folders.load_run(bigram), open_data(tiny_data), contents(bigram)
+    broken, other = (type(model)(dataclasses.replace(model.config, n_ids=n_ids)) for n_ids in (257, 256))
+    broken.embed.weight.data[0] = float('nan')
+    for path, own, sentence in ((bigram, model, 'already exists: choose a new folder'),
+                                (tmp_path / 'a', torch.nn.DataParallel(model), 'DataParallel: expected the class'),
+                                (tmp_path / 'a', other, 'n_ids = 256, but'), (tmp_path / 'a', broken, 'contains NaN')):
+        with pytest.raises(UserError, match=sentence):
+            save(path, own, data, 3, block_size=8)
+    assert contents(bigram) == before and not (tmp_path / 'a').exists()

@@ -71,9 +71,9 @@ def main(argv=None):
     parser.add_argument('out', type=Path, help='file to write')
     parser.add_argument('--clones', type=Path, default=Path('data/built/textbooks-clones'))
     s = parser.parse_args(argv)
-    with open(s.out, 'x', encoding='utf-8') as out:
-        for document in documents(s.clones):
-            out.write(json.dumps(document, ensure_ascii=False) + '\n')
+    lines = [json.dumps(document, ensure_ascii=False) + '\n' for document in documents(s.clones)]
+    with open(s.out, 'x', encoding='utf-8') as out:  # only now: a failed clone leaves no file
+        out.writelines(lines)
 
 
 if __name__ == '__main__':

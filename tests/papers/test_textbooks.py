@@ -2,6 +2,8 @@
 import json
 import subprocess
 
+import pytest
+
 from papers.sps import textbooks
 
 SECTION = '''---
@@ -32,6 +34,9 @@ def test_textbooks_are_the_running_text_of_their_sources(tmp_path, monkeypatch):
     (contents / 'm1.md').write_text(SECTION)  # too short
     for command in ('init -q', 'add .', '-c user.name=a -c user.email=a@b.c commit -qm a'):
         subprocess.run(['git', *command.split()], check=True, cwd=contents.parent)
+    monkeypatch.setattr(textbooks, 'BOOKS', {'biology': 'unknown'})
+    with pytest.raises(subprocess.CalledProcessError):  # and it can be run again
+        textbooks.main([str(tmp_path / 'a'), f'--clones={tmp_path}'])
     monkeypatch.setattr(textbooks, 'BOOKS', {'biology': 'HEAD'})
     textbooks.main([str(tmp_path / 'a'), f'--clones={tmp_path}'])
     document, = map(json.loads, (tmp_path / 'a').read_text().splitlines())

@@ -278,12 +278,12 @@ def side_by_side(runs: pd.DataFrame, s: Final) -> dict:
 
 
 def over(runs: pd.DataFrame, s: Final) -> dict:
-    """Draw the values of the column y over s.x. s.minus is subtracted seed by seed."""
+    """Draw the values of the column y over s.x, inf if diverged. s.minus is subtracted by seed."""
     values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x]  # None: no limit, or not of this model
     is_ordered = values.dropna().map(type).isin((int, float)).all()
     text, absent = (tables.short_number, 'all') if is_ordered else (str, 'none')
-    place = values.astype(float).fillna(math.inf) if is_ordered else pd.factorize(values.map(str))[0]
-    # a text is shown at each place on the axis; places only have an order
+    place = values.astype(float) if is_ordered else pd.Series(pd.factorize(values.map(str))[0], runs.index)
+    place = place.fillna(2 * place.max() or 1).fillna(0)  # no limit: beyond the largest
     runs = runs.assign(place=place, **{s.x: values.map(text, na_action='ignore').fillna(absent)})
     if s.minus:
         runs = tables.relative(runs, 'y', s.minus, 'place')
@@ -292,11 +292,32 @@ def over(runs: pd.DataFrame, s: Final) -> dict:
     points = tables.averaged(runs, ['label', 'place', s.x], 'y')
     figures.show(points, 'label', s.x, 'mean', 'lowest', 'highest', 'seeds')
     figure, (axes,) = figures.new_figure('Final ' + title(s.y, s.minus))
-    axes.xaxis.update_units([*dict.fromkeys(points.sort_values('place')[s.x])])  # this order for all lines
-    figures.draw(axes, points, s.x, **({} if is_ordered else {'linestyle': ''}))
+    figures.draw(axes, points, 'place', **({} if is_ordered else {'linestyle': ''}))
+    dots = {'linestyle': '', 'marker': 'o'}
+    figures.draw(axes, runs, 'place', 'y', markersize=2, label='seeds', **dots)
+    if s.y == 'val' and not s.minus:
+        lowest = points.loc[best(points, s.x, is_ordered)]
+        figures.draw(axes, lowest, 'place', markersize=12, fillstyle='none', label='lowest mean', **dots)
+    if len(diverged := runs[runs.y == math.inf]):
+        axes.plot(diverged.place, [0.97] * len(diverged), 'kx', transform=axes.get_xaxis_transform(), label='diverged')
+    ticks = points.drop_duplicates('place')
+    if is_ordered and ticks.place.max() >= 8 * (smallest := ticks.place[ticks.place > 0].min()):
+        axes.set_xscale('symlog', linthresh=smallest)  # logarithmic, with a place for 0
+    axes.set_xticks(ticks.place, ticks[s.x])
     axes.set(xlabel=s.x)
     figures.add_legend(figure, figures.BAND)
     return {'.csv': points.drop(columns='place'), '.png': figure}
+
+
+def best(points: pd.DataFrame, x: str, is_ordered: bool) -> list:
+    """Return the index of each label's lowest mean. Prints it, and says if it is at an end of x."""
+    found = []
+    for label, own in points.groupby('label', sort=False):
+        found.append(i := own['mean'].idxmin())
+        print(f'{label}: the lowest mean, {own["mean"][i]:.4f}, is at {x} = {own[x][i]}')
+        if is_ordered and len(own) > 1 and i in own.index[[0, -1]] and own[x][i] != 'all':
+            warn_once(f'{label}: {x} = {own[x][i]} is at the edge of the grid, so a better value may lie beyond it')
+    return found
 
 
 # ---- a paper's own numbers ----

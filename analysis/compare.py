@@ -2,6 +2,7 @@
 
     python -m analysis.compare --out_dir=out/a "GPN: config/gpn_small.py" "GDN: config/gdn_small.py"
     python -m analysis.compare --out_dir=out/b --equal=flops "A: ..." "B: ..."
+    python -m analysis.compare --out_dir=out/c --sweep=window=16,32,64 --seeds=2 "SPS: ..."
 
 Each argument is `NAME: ARGUMENTS OF train.py`. One is enough, to find its learning rate. The search
 starts at the rate configured, with seed 0 and a share of the tokens. Seeds 1, 2, ... are then
@@ -14,6 +15,9 @@ seeds twice: first with their own tokens, to measure their speed.
 Writes rates.csv (the loss at each learning rate), compare.csv, compare.md and compare.png to
 out_dir: see `python -m analysis final`. Runs with the same seed see the same batches, so
 differences from the first model are paired by seed.
+
+--sweep trains each model at each of these values of a setting instead, with seeds 1, 2, ... and all
+tokens. Writes NAME.csv and NAME.png, named after the setting.
 """
 import re
 import shlex
@@ -41,6 +45,7 @@ from lm_architectures.run.run_settings import read_settings
 from lm_architectures.settings import check_ranges, load_settings
 
 STEP = 1.5  # ratio of neighboring learning rates
+MOST_RATES = 16  # of a model in the search: 1.5 ** 14, a factor of 290, from where it starts
 DIVERGED = 'diverged.txt'  # the error message of a run that diverged, in its folder
 SAME = 'data', 'mask_documents', 'block_size', 'eval_tokens', 'eval_seed', 'dtype'  # settings that must be equal
 
@@ -55,9 +60,12 @@ class Settings:
     jobs: int = 2  # runs trained at a time, with one thread each
     share: float = 1 / 8  # fraction of the tokens with which learning rates are compared
     rates_only: bool = False  # only search the learning rates
+    sweep: str | None = None  # NAME=VALUE,VALUE,...: instead of a search, train at each value of this setting
 
     def __post_init__(self):
         check_ranges(self, max_tokens=1, seeds=1, jobs=1, share=(1e-3, 1))
+        if self.sweep and (self.rates_only or self.equal != 'tokens' or self.sweep.startswith('seed=')):
+            raise UserError('sweep does no search: give a setting other than seed (use seeds), no rates_only or equal')
 
 
 # ---- one run ----
@@ -78,7 +86,9 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
     Skips finished runs and resumes interrupted ones. A run that diverges gets a file DIVERGED.
     Raises UserError if a run fails or, before training, if a folder has a run with other settings.
     """
-    todo = {folder: args for folder, args in cells.items() if loss_of(folder) is None}
+    # a run that diverged before its first log line has no settings to compare: it is trained again
+    todo = {folder: args for folder, args in cells.items()
+            if loss_of(folder) is None or not (folder / 'config.json').exists()}
     for folder, args in cells.items():
         if (folder / 'config.json').exists() and (folder not in todo or checkpoints(folder)):
             wanted, *_ = read_settings(train.Settings, [*args, f'--out_dir={folder}', '--resume'])  # compares them
@@ -86,6 +96,7 @@ def train_all(cells: dict[Path, list[str]], jobs: int) -> None:
                 raise UserError(f'{folder} was trained on data other than {wanted.data}: give another --out_dir')
 
     def trained(folder):
+        (folder / DIVERGED).unlink(missing_ok=True)
         resume = '--resume' if checkpoints(folder) else '--overwrite'
         command = [sys.executable, str(ROOT / 'train.py'), *todo[folder], f'--out_dir={folder}', '--threads=1', resume]
         return folder, subprocess.run(command, capture_output=True, text=True)
@@ -140,7 +151,8 @@ class Method:
 def set_best_rates(methods: dict[str, Method], jobs: int) -> pd.DataFrame:
     """Set each method's learning rate to the best one of a search with seed 0. Return the losses.
 
-    Tries three rates, STEP apart, and extends the range until the best is not at its edge.
+    Tries three rates, STEP apart, and extends the range until the best is not at its edge, up to
+    MOST_RATES.
     """
     losses = {name: {} for name in methods}  # {name: {learning rate: loss}}
     wanted = {name: [method.rate / STEP, method.rate, method.rate * STEP] for name, method in methods.items()}
@@ -155,6 +167,9 @@ def set_best_rates(methods: dict[str, Method], jobs: int) -> pd.DataFrame:
                 raise UserError(f'{name} diverges at learning rates of {rates[0]:.3g} to {rates[-1]:.3g}: configure a '
                                 'lower one')
             wanted[name] = [best / STEP] * (best == rates[0]) + [best * STEP] * (best == rates[-1])
+            if wanted[name] and len(rates) >= MOST_RATES:
+                raise UserError(f'{name}: of {len(rates)} learning rates, {rates[0]:.3g} to {rates[-1]:.3g}, the best '
+                                f'is {best:.3g}, at the edge: configure one near it')
             methods[name].rate = best
     return pd.DataFrame([{'model': name, 'lr': float(f'{rate:.3g}'), 'loss': loss}
                          for name, found in losses.items() for rate, loss in sorted(found.items())])
@@ -173,6 +188,24 @@ def train_seeds(methods: dict[str, Method], s: Settings) -> pd.DataFrame:
                         + (folder / DIVERGED).read_text().strip())
     runs = read_runs([*label_of])
     return runs.assign(label=runs.folder.map(label_of))
+
+
+def sweep(methods: dict[str, Method], s: Settings) -> None:
+    """Train each model with each value of s.sweep, and seeds 1, 2, ... Writes and draws losses."""
+    key, _, texts = s.sweep.partition('=')
+    cells, rows = {}, {}
+    for name, method in methods.items():
+        for text in texts.split(','):
+            args = [*method.args, f'--{key}={text}']
+            settings, of_model, _ = read_settings(train.Settings, args)
+            value = (vars(settings) | of_model)[key]
+            for seed in range(1, s.seeds + 1):
+                folder = Path(method.prefix + re.sub(r'[^\w.-]', '_', f'_{key}{value}_seed{seed}'))
+                cells[folder], rows[folder] = [*args, f'--seed={seed}'], {'label': name, key: value, 'seed': seed}
+    print(f'{len(cells)} runs; finished ones are reused', flush=True)
+    train_all(cells, s.jobs)
+    runs = pd.DataFrame(rows.values(), dtype=object).assign(y=[*map(loss_of, rows)])
+    figures.write(Path(s.out_dir) / key, commands.over(runs, commands.Final(x=key)))
 
 
 def at_equal_cost(methods: dict[str, Method], s: Settings) -> dict[str, Method]:
@@ -219,6 +252,12 @@ def main(argv: list[str] | None = None) -> None:
         s, arguments, _ = load_settings(Settings, argv)
         methods, out = read_methods(s, arguments), Path(s.out_dir)
         out.mkdir(parents=True, exist_ok=True)
+        if s.sweep:
+            return sweep(methods, s)
+        n = len(methods)
+        later = 0 if s.rates_only else s.seeds * (2 * n - 1 if s.equal == 'time' else n)
+        print(f'first the learning rates: 3 to {MOST_RATES} runs of each model, on {s.share:.3g} of the tokens. Then '
+              f'{later} runs of seeds. At most {n * MOST_RATES + later} in all; finished ones are reused', flush=True)
         figures.write(out / 'rates', {'.csv': set_best_rates(methods, s.jobs)})
         if s.rates_only:
             return

@@ -48,8 +48,10 @@ def trained(monkeypatch):
         own = given(command)
         folder, rate, seed = Path(own['out_dir']), float(own.get('learning_rate', 1e-3)), int(own.get('seed', 1))
         values = {key: int(own[key]) for key in ('n_layer', 'n_head', 'n_embd', 'd_k', 'd_v') if key in own}
-        model, tokens = own.get('model', 'standard'), int(own.get('max_tokens', 100))
+        model, step = own.get('model', 'standard'), int(own.get('batch_size', 1)) * int(own.get('block_size', 1))
+        tokens = math.ceil(int(own.get('max_tokens', 100)) / step) * step
         settings = {key: own[key] for key in ('data', 'dtype') if key in own} | {'learning_rate': rate}
+        settings['max_tokens'] = int(own.get('max_tokens', tokens))
         settings |= {key: int(own[key]) for key in ('batch_size', 'micro_batch_size', 'block_size') if key in own}
         settings['warmup_tokens'] = int(own.get('warmup_tokens', 50_000_000))
         loss = 2 + abs(math.log(rate / 1e-3)) + seed / 10
@@ -113,13 +115,51 @@ def test_a_diverging_learning_rate_counts_as_worse(tmp_path, trained):
     a.rate = 0.012
     with pytest.raises(UserError, match='a_lr0.012_seed1 diverged, at the best learning rate of seed 0: the gradients'):
         compare.train_seeds({'a': a}, compare.Settings(seeds=1, jobs=1))
+    n_before = len(trained)
     for _ in range(2):
         with pytest.raises(UserError, match='b diverges at learning rates of 0.0667 to 0.15'):
             compare.set_best_rates({'b': b}, 1)
+    rates = [given(command)['learning_rate'] for command in trained[n_before:]]
+    assert rates == ['0.0667', '0.1', '0.15', '0.15'], 'without a config.json, it may have had other settings'
+
+
+def test_the_search_of_learning_rates_is_bounded(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(compare, 'MOST_RATES', 5)
+    with pytest.raises(UserError, match='a: of 5 learning rates, 5.14e-06 to 2.6e-05, the best is 2.6e-05, at the'):
+        compare.set_best_rates({'a': method(tmp_path / 'a', 1e-3 / 1.5 ** 12)}, 1)
+
+
+def test_a_sweep_compares_the_values_of_a_setting(tmp_path, trained):
+    command = ['analysis.compare', f'a: --model=standard {SMALL}', f'--out_dir={tmp_path}', '--jobs=1', '--data=here',
+               '--max_tokens=100', '--seeds=2', '--sweep=learning_rate=1e-2,0.0003162,1e-3,0.02']
+    for _ in range(2):  # nothing is trained the second time
+        result = succeeded(run('-m', *command))
+    assert len(trained) == 8 and {given(own)['max_tokens'] for own in trained} == {'100'}
+    rows = pd.read_csv(tmp_path / 'learning_rate.csv')
+    assert [*rows.learning_rate] == [0.0003162, 0.001, 0.01, 0.02] and [*rows.lowest[[1, 3]]] == [2.1, math.inf]
+    assert 'a: the lowest mean, 2.1500, is at learning_rate = 0.001\n' in result.stdout
+    assert 'edge of the grid' not in result.stderr
+    for values in ('1e-3,5e-4', '2e-3,1e-3'):
+        result = succeeded(run('-m', *command[:-1], f'--sweep=learning_rate={values}'))
+        assert 'learning_rate = 0.001 is at the edge of the grid' in result.stderr
+    assert_sentence(run('-m', *command, '--sweep=learning_rate=1e-3,x'), "learning_rate is 'x'")
+
+
+def test_values_of_a_sweep_have_a_logarithmic_axis_with_the_best_and_diverged_ones_marked():
+    losses = {0: (3.0, 3.1), 16: (2.9, 2.7), 128: (2.6, math.inf), None: (2.9, 2.8)}
+    runs = pd.DataFrame([{'label': 'a', 'window': window, 'seed': seed, 'y': loss}
+                         for window, own in losses.items() for seed, loss in enumerate(own)])
+    axes, = commands.over(runs, commands.Final(x='window'))['.png'].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ['0', '16', '128', 'all']
+    near, middle, far, none = axes.transData.transform([(x, 0) for x in axes.get_xticks()])[:, 0]
+    assert (far - middle) / (none - far) == pytest.approx(3), 'a factor of 8, and of 2'
+    _, seeds, best, diverged = axes.lines
+    assert [*seeds.get_ydata()] == [*sum(losses.values(), ())]
+    assert [*best.get_xdata()] == [16] and [*diverged.get_xdata()] == [128]
 
 
 @pytest.mark.parametrize('arguments, sentence', [
-    ([], 'which models?'),
+    ([], 'which models?'), (['--sweep=seed=1,2', 'a: config/gpn_small.py'], 'a setting other than seed'),
     (['config/gpn_small.py', 'b: config/gdn_small.py'], "'config/gpn_small.py' has no name"),
     (['a: config/gpn_small.py', 'b: config/gdn_small.py --dtype=bfloat16'], 'a has dtype = float32, b has bfloat16')])
 def test_models_that_cannot_be_compared_give_a_clear_error(arguments, sentence, tmp_path, trained):
@@ -130,10 +170,12 @@ def test_models_that_cannot_be_compared_give_a_clear_error(arguments, sentence, 
 def test_models_are_trained_at_their_best_rates_with_every_seed_and_compared(tmp_path, trained):
     sides = f'a: --model=standard {SMALL}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 --learning_rate=2e-3'
     command = 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here', '--max_tokens=100'
-    succeeded(run('-m', *command, '--rates_only'))
+    said = succeeded(run('-m', *command, '--rates_only')).stdout
+    assert 'Then 0 runs of seeds. At most 32 in all' in said
     assert {given(own)['seed'] for own in trained} == {'0'} and (tmp_path / 'rates.csv').exists()
     for _ in range(2):  # nothing is trained the second time
         result = succeeded(run('-m', *command))
+    assert '3 to 16 runs of each model' in result.stdout and 'At most 42 in all' in result.stdout
     runs = [(own['model'], own['learning_rate'], own['seed']) for own in map(given, trained)]
     assert len(runs) == len(set(runs))
     for model in ('standard', 'gpn'):
@@ -158,9 +200,9 @@ def test_tokens_follow_from_the_first_models_flops_or_time(equal, tmp_path, trai
     steps = '--block_size=8 --batch_size=4 --micro_batch_size=4 --learning_rate=1e-3'
     sides = f'a: --model=standard {SMALL} {steps}', f'b: --model=gpn {SMALL} --d_k=8 --d_v=8 {steps}'
     succeeded(run('-m', 'analysis.compare', *sides, f'--out_dir={tmp_path}', '--jobs=1', '--data=here', '--seeds=2',
-                  '--max_tokens=9600', f'--equal={equal}'))
+                  '--max_tokens=9590', f'--equal={equal}'))
     a, b = pd.read_csv(tmp_path / 'compare.csv').to_dict('records')
-    assert a['tokens'] == 9600 and b['tokens'] % 32 == 0, 'whole steps'
+    assert a['tokens'] == 9600 and b['tokens'] % 32 == 0, 'whole steps, as trained'
     one = b['flops'] / b['tokens'] if equal == 'flops' else 1 / SPEED['gpn']
     budget = a['flops'] if equal == 'flops' else 9600 / SPEED['standard']
     assert b['tokens'] * one == pytest.approx(budget, abs=16 * one)

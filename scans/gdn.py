@@ -101,9 +101,9 @@ def inverse(A):
 
 
 def import_fla():
-    """Return `scan_fla`. Raises ValueError if the package fla-core is not installed."""
-    if importlib.util.find_spec('fla') is None:
-        raise ValueError("scan = 'fla' needs the package fla-core: pip install fla-core, or use scan = 'auto'")
+    """Return `scan_fla`. Raises ValueError without the package fla-core or a GPU."""
+    if importlib.util.find_spec('fla') is None or not torch.cuda.is_available():
+        raise ValueError("scan = 'fla' needs the package fla-core (pip install fla-core) and a GPU: use scan = 'auto'")
     return scan_fla
 
 

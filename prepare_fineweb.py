@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_architectures.data.text.shards import BUILT
-from lm_architectures.data.text.sources import Reading, Source
+from lm_architectures.data.text.sources import Reading, Source, check_options
 from lm_architectures.data.text.splits import fitting_split, split_documents
 from lm_architectures.data.text.tokenizers import Tokenizer, load_tokenizer, tokenizer_digest
 from lm_architectures.data.text.writing import ShardWriter, document_ids
@@ -118,6 +118,7 @@ def prepare(name: str, s: Settings) -> None:
     own_name = re.sub(r'\W+', '_', Path(name).name.split('.')[0]).strip('_') or 'files'
     folder = Path(s.out_dir or BUILT / own_name)
     tokenizer, source = load_tokenizer(s.tokenizer, s.bos), Source(name, s)
+    check_options(source)
     read_progress(folder)  # an error before the lock file is written there
     with locked(folder):
         progress = unfinished(folder, {

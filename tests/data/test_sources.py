@@ -205,6 +205,58 @@ def test_literal_end_of_text_markers_are_reported_and_can_split_documents(marker
     assert capfd.readouterr().err.count(f"--split_at='{marker}'") == 1
 
 
+@settings(max_examples=200, deadline=None)
+@given(text=st.text('ab\n', max_size=40), size=st.integers(1, 5),
+       marker=st.sampled_from(['\n', '\n\n\n', 'a\nb', 'aba']))
+def test_a_marker_of_several_lines_is_found_across_chunks_and_reading_is_lazy(text, size, marker):
+    chunks = [text[i:i + size] for i in range(0, len(text), size)]
+    whole = [part.strip('\n') for part in text.split(marker)]
+    assert [*sources.split_at_marker(chunks, marker)] == whole
+    endless = sources.split_at_marker(itertools.chain(chunks, itertools.repeat(f'b{marker}b')), marker)
+    assert [*itertools.islice(endless, len(whole) - 1)] == whole[:-1]
+
+
+# ---- options ----
+
+OPTIONS = {'config': 'all', 'split': 'test', 'text_field': 'body', 'id_field': 'key', 'split_lines': True,
+           'split_at': '\r\n*\n', 'val_fraction': 0.3, 'val_hash': 'md5', 'shuffle': 50}
+REFUSED = {'txt': ('config', 'split', 'text_field', 'id_field'), 'hub': ('split_lines', 'split_at'),
+           'saved': ('config', 'split', 'split_lines', 'split_at'),
+           **dict.fromkeys(('jsonl', 'csv', 'parquet'), ('config', 'split', 'split_lines', 'split_at'))}
+
+
+@pytest.mark.parametrize('kind', REFUSED)
+def test_each_option_changes_what_is_read_or_is_refused(kind, tmp_path):
+    records = [{'id': i, 'key': -i, 'text': f'{i}\nb\n*\nc', 'body': line} for i, line in enumerate(LINES)]
+    name, base = tmp_path / 'files', {'config': 'one'} if kind == 'hub' else {}
+    if kind == 'saved':
+        datasets.Dataset.from_list(records).save_to_disk(name)
+    elif kind == 'txt':
+        name.mkdir()
+        for record in records[:60]:
+            (name / f'{record["id"]}.txt').write_text(record['text'])
+    else:
+        write(name, 'parquet' if kind == 'hub' else kind, records)
+        (name / 'README.md').write_text('---\nconfigs:\n' + ''.join(
+            f'- config_name: {config}\n  data_files:\n  - split: train\n    path: "{path}.parquet"\n'
+            f'  - split: test\n    path: 1.parquet\n' for config, path in (('one', '0'), ('all', '*'))) + '---\n')
+    name = name if kind in ('hub', 'saved') else f'{name}/*'  # with --config, the library reads a folder
+
+    def outcome(**given):
+        source = source_of(name, **base | given)
+        return [parts for _, parts in splits.split_documents(source, *splits.fitting_split(source))]
+    default = outcome()
+    for option, value in OPTIONS.items():
+        if option in REFUSED[kind]:
+            with pytest.raises(UserError, match=f"{option}|could not be opened .KeyError.: '{value}'"):
+                sources.check_options(source_of(name, **{option: value}))
+        else:
+            sources.check_options(source_of(name, **base | {option: value}))
+            assert outcome(**{option: value}) != default, option
+    with pytest.raises(UserError, match='split_lines'):
+        sources.check_options(source_of(name, split_lines=True, split_at='x'))
+
+
 # ---- which documents are validation data ----
 
 def source_with_ids(ids, **given):
@@ -260,7 +312,8 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
     ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
     ('a.jsonl', b'{\n"text": "a"\n}\n{\n"text": "b",\n', 'a.jsonl cannot be read after 3 lines (JSONDecodeError)'),
-    ('a.csv', b'id,text\n1,a\n2,b, c\n', 'a.csv cannot be read after 1 rows (ValueError): row 2 has more cells'),
+    ('a.csv', b'id,text\n1,a\n2,b, c\n', 'a.csv cannot be read after 1 rows (ValueError): row 2 has 3 cells'),
+    ('a.csv', b'id,text\n1,a\n\n2,b\n3\n', 'a.csv cannot be read after 2 rows (ValueError): row 3 has 1 cells'),
     ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'a.csv cannot be read after 1 rows (Error): unexpected end of data'),
     ('a.jsonl.gz', MANY[:5000] + b'flip' + MANY[5004:], 'a.jsonl.gz cannot be read after '),
     ('a.txt', b'ab\xff', 'a.txt cannot be read after 0 documents (UnicodeDecodeError)'),

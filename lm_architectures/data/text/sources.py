@@ -24,8 +24,12 @@ from lm_architectures.files import UserError, warn_once, without_surrogates
 
 FORMATS = {'.jsonl': 'json', '.ndjson': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv', '.txt': 'txt',
            '.arrow': 'datasets'}
+RECORDS = 'json', 'csv', 'parquet', 'datasets'
+ONLY_FOR = {'config': ('datasets',), 'split': ('datasets',), 'text_field': RECORDS, 'id_field': RECORDS,
+            'split_lines': ('txt',), 'split_at': ('txt',)}  # all other options are for any format
 BYTE_ORDER_MARK = b'\xef\xbb\xbf'
 BLANK = BYTE_ORDER_MARK + b' \t\r\n'
+CHUNK = 2 ** 16  # characters of a .txt file that are read at a time
 BATCH = 250  # rows of a file that are in memory at a time
 SHUFFLE_SEED = 2357  # official SPS code
 
@@ -37,7 +41,7 @@ class Reading:
     text_field: str = 'text'  # record field with the document's text
     id_field: str | None = 'id'  # record field hashed to pick train or val; None, .txt or records without id: the text
     split_lines: bool = False  # treat each line of a .txt file as a document, not the whole file
-    split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>
+    split_at: str | None = None  # text that separates documents in a .txt file, such as <|endoftext|>; may span lines
     val_fraction: float = 0.001  # of the documents, for validation; raised if that is too few. FineWeb-Edu: 0.0005
     val_hash: Literal['sha256', 'md5'] = 'sha256'  # hash of the id that chooses train or val. FineWeb-Edu: md5
     shuffle: int = 0  # documents per shuffle block (files are shuffled too); 0: no shuffling. FineWeb-Edu: 200,000
@@ -53,8 +57,9 @@ class Source:
 
     def __init__(self, name: str, s: Reading):
         self.name, self.s, files = name, s, local_files(name, s)
+        self.format = format_of(files[0]) if files else 'datasets'
         if files:
-            unit, reader = READERS[format_of(files[0])]
+            unit, reader = READERS[self.format]
             self.parts, self.checksum = [(file, unit, partial(reader, file, s)) for file in files], checksum_of(files)
         else:
             self.parts, self.checksum = open_dataset(name, s)
@@ -125,6 +130,17 @@ def local_files(name: str, s: Reading) -> list[str]:
     return files
 
 
+def check_options(source: Source) -> None:
+    """Raise UserError for an option that this format or another option would leave unused."""
+    for option, formats in ONLY_FOR.items():
+        value = getattr(source.s, option)
+        if source.format not in formats and value not in (None, getattr(Reading, option)):
+            raise UserError(f'{option} is {value!r}, but {source.name} is read as {source.format}: {option} is for '
+                            + ', '.join(formats))
+    if source.s.split_lines and source.s.split_at:
+        raise UserError('split_lines and split_at exclude each other: give one of them')
+
+
 def format_of(file: str) -> str | None:
     return FORMATS.get(Path(file.lower().removesuffix('.gz').removesuffix('.zst')).suffix)
 
@@ -146,7 +162,9 @@ def open_dataset(name: str, s: Reading) -> tuple[list, str]:
     try:
         if os.path.isfile(f'{name}/state.json') or os.path.isfile(f'{name}/dataset_dict.json'):  # from `save_to_disk`
             saved = datasets.load_from_disk(name)
-            saved = saved[s.split] if isinstance(saved, datasets.DatasetDict) else saved
+            if s.config:
+                raise UserError(f'config is {s.config!r}, but {name} is from `save_to_disk`: leave out config')
+            saved = (saved if isinstance(saved, datasets.DatasetDict) else {'train': saved})[s.split]
             stream, checksum = saved.with_format(None).to_iterable_dataset(), checksum_of(visible_files(name))
         else:
             builder = datasets.load_dataset_builder(name, s.config)
@@ -195,18 +213,20 @@ def csv_records(file: str, s: Reading) -> Iterator[tuple]:
     """Read a record per row. Empty cells are missing values; NA is text."""
     csv.field_size_limit(sys.maxsize)
     with open_text(file, newline='') as lines:
-        rows = csv.DictReader(lines, strict=True)  # an error for a quote that is never closed
-        fields = fields_to_read(file, [*(rows.fieldnames or [])], s)
+        rows = filter(None, csv.reader(lines, strict=True))  # strict: an error for a quote that is never closed
+        header = next(rows, [])
+        fields = fields_to_read(file, header, s)
         for n, row in enumerate(rows, 1):
-            if None in row:  # a comma without quotes would cut the text
-                raise ValueError(f'row {n:,} has more cells than the header')
-            yield n, {field: row[field] or None for field in fields}
+            if len(row) != len(header):  # a comma without quotes would cut the text
+                raise ValueError(f'row {n:,} has {len(row)} cells, the header {len(header)}: put texts in quotes')
+            yield n, {field: cell or None for field, cell in zip(header, row) if field in fields}
 
 
 def text_records(file: str, s: Reading) -> Iterator[tuple]:
     """Read a record per file, or per line or part between markers."""
     with open_text(file) as lines:
-        parts = split_at_marker(lines, s.split_at or '\n') if s.split_lines or s.split_at else [lines.read()]
+        marker = '\n' if s.split_lines else (s.split_at or '').replace('\r\n', '\n')  # as in the text that is read
+        parts = split_at_marker(iter(partial(lines.read, CHUNK), ''), marker) if marker else [lines.read()]
         for n, part in enumerate(parts, 1):
             for marker in ('<|endoftext|>', '</s>'):  # of other tools
                 if marker in part:
@@ -216,16 +236,18 @@ def text_records(file: str, s: Reading) -> Iterator[tuple]:
                 yield n, {s.id_field: None, s.text_field: part}
 
 
-def split_at_marker(lines: Iterable[str], marker: str) -> Iterator[str]:
-    """Yield the texts between markers, without surrounding newlines. Markers do not span lines."""
-    held = []
-    for line in lines:
-        end, *others = line.split(marker)
-        held.append(end)
-        for other in others:
-            yield ''.join(held).strip('\n')
-            held = [other]
-    yield ''.join(held).strip('\n')
+def split_at_marker(chunks: Iterable[str], marker: str) -> Iterator[str]:
+    """Yield the texts between markers, without surrounding newlines, from a text in chunks."""
+    held, end = [], ''  # of the text since the last marker; end: where a marker may begin
+    for chunk in chunks:
+        *texts, end = (end + chunk).split(marker)
+        for text in texts:
+            yield ''.join([*held, text]).strip('\n')
+            held = []
+        cut = max(0, len(end) - len(marker) + 1)
+        held.append(end[:cut])
+        end = end[cut:]
+    yield ''.join([*held, end]).strip('\n')
 
 
 def parquet_records(file: str, s: Reading) -> Iterator[tuple]:

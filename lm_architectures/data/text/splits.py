@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from lm_architectures.data.text.writing import hash_fraction, split_of
 
 MIN_VAL_DOCUMENTS = 10  # minimum number of validation documents; below 200 documents, 5% of them
-TAIL = 0.1  # fraction of a single text that is validation data, as in nanoGPT
+TAIL = 0.1  # least fraction of a single text that is validation data, as in nanoGPT
 
 
 def split_documents(source, val_fraction: float, by: str, state: list | None = None) -> Iterator[tuple]:
@@ -23,7 +23,7 @@ def split_documents(source, val_fraction: float, by: str, state: list | None = N
         if found is None:
             parts = []
         elif by == 'tail':
-            cut = int(len(text) * (1 - TAIL))
+            cut = int(len(text) * (1 - val_fraction))
             parts = [('train', text[:cut]), ('val', text[cut:])]
         else:
             parts = [(split_of(text if by == 'text' else key, val_fraction, source.s.val_hash), text)]
@@ -47,8 +47,9 @@ def fitting_split(source, max_tokens: int | None = None) -> tuple[float, str]:
             break
     else:
         if len(ids) == 1:
-            print(f'single text: its last {TAIL:.0%} are the validation data', flush=True)
-            return s.val_fraction, 'tail'
+            tail = max(TAIL, s.val_fraction)
+            print(f'single text: its last {tail:.0%} are the validation data', flush=True)
+            return tail, 'tail'
     n, n_ids = len(ids), len(set(ids))
     by = 'text' if n_ids == 1 < n else 'id'
     if n_ids < n and texts != ids:

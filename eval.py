@@ -110,10 +110,9 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     On a CPU, matrix products use bf16 if the run was trained with it, so the loss matches its log.
     """
     data = run_data(record, s.data, folder)
-    is_task, device = hasattr(data, 'score'), next(model.parameters()).device
-    T = data.T if is_task else min(record['settings']['block_size'], s.max_length or inf)
-    if data.n_rows('val', T) < 1:
-        raise UserError(f'{data.folder} has fewer validation tokens than one window of {T}')
+    device = next(model.parameters()).device
+    T = data.T or min(record['settings']['block_size'], s.max_length or inf)
+    data.n_rows('val', T)  # an error if it is too short
     batch_size = max(1, s.batch_tokens // T)
     products = pick_dtype(s.dtype, device.type, bf16_on_cpu=record['settings'].get('dtype') == 'bfloat16')
     with torch.autocast('cpu', products, enabled=products == torch.bfloat16):
@@ -122,12 +121,13 @@ def validation(folder, model, record: dict, s: Settings) -> dict[str, float]:
     nats = parts.pop('nll')
     parts.pop('loss', None)
     values = {'nats_per_token': nats, 'perplexity': perplexity(nats), **parts}
-    if is_task:  # exact scores on all held-out rows
+    if data.T:  # a task: exact scores on all held-out rows
         values |= data.score(model, device, batch_size)
     else:
-        info = data.splits['val']
-        n_eos = 0 if model.config.eos_id is None else info['documents']  # tokens after eos are not counted
-        values['bits_per_byte'] = nats / math.log(2) * (info['tokens'] - n_eos) / info['bytes']
+        has_eos = model.config.eos_id is not None  # tokens after eos are not counted
+        n_bytes = sum(share * info['bytes'] / (info['tokens'] - has_eos * info['documents'])  # per token
+                      for share, source in data.sources.values() for info in [source.splits['val']])
+        values['bits_per_byte'] = nats / math.log(2) / n_bytes
     return values | {'tokens': n_counted}
 
 

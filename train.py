@@ -48,7 +48,7 @@ class Settings:
     gpu_gib: float | None = None  # with --dry_run: the GPU's memory in GiB; says whether a step fits
     seed: int = 1337  # random seed for the initial weights, the data order and dropout
     # data
-    data: str = 'data/built/fineweb_edu'  # folder, built-in data, or a task with options: path_star:degree=2,length=5
+    data: str = 'data/built/fineweb_edu'  # folder, file, built-in data, task or mix:A=0.7,B=0.3 (docs/data.md)
     make_data: str | None = None  # command that builds `data`, to print if it is missing; None: FineWeb-Edu's
     assumed_ids: int = 50257  # tokenizer size that a dry run assumes if the data do not exist
     mask_documents: bool = True  # mask attention between documents; False sets the model's eos_id to None
@@ -241,7 +241,7 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
     with parallel.gather_weights(model), machine.autocast():
         if machine.rank == 0:
             with machine.eager():
-                if hasattr(data, 'score'):
+                if data.T:
                     scores |= data.score(model, machine.device, s.micro_batch_size)
                 if s.acceptance_prompts:
                     from lm_architectures.decode.speculation import acceptance
@@ -357,7 +357,7 @@ def finish(s, model, data, machine, seconds):
     if s.sample_tokens:
         print_sample(s, model, data, machine)
     outside = [f'--model={file}' for file in [models.ADDED.get(s.model)] if file]
-    look = (command('-m', 'analysis', 'curves', s.out_dir) + '    plots its losses' if hasattr(data, 'score') else
+    look = (command('-m', 'analysis', 'curves', s.out_dir) + '    plots its losses' if data.T else
             command('sample.py', s.out_dir, 'Return the', *outside) + '    generates text')
     print(f'done in {seconds / 60:.1f} minutes of training. Next:\n'
           f'  {look}\n'

@@ -13,7 +13,6 @@ from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError, warn_once
 from lm_architectures.machine.devices import Device, pick_device, pick_dtype
 from lm_architectures.run.folders import load_run, run_data
-from lm_architectures.run.run_settings import check_windows
 
 
 @dataclass
@@ -47,7 +46,6 @@ def measured(runs: pd.DataFrame, measure: Callable, *args) -> pd.DataFrame:
 
 def val_windows(data, T: int, n_tokens: int, batch_size: int, device) -> Iterator[tuple]:
     """Yield (idx, targets) (B, T) of the first validation windows with about n_tokens in total."""
-    check_windows(data, T)
     n = min(data.n_rows('val', T), max(1, n_tokens // T))
     for start in range(0, n, batch_size):
         idx, targets = data.val_batch(range(start, min(n, start + batch_size)), T)
@@ -67,7 +65,7 @@ def long_documents(data, least: int, most: int, n: int, seed: int | None = None)
     given. Warns if there are fewer than n, raises UserError if there are none.
     """
     if not isinstance(data, Data):
-        raise UserError(f'{data.folder} is a task and has no documents: give --data=FOLDER with text documents')
+        raise UserError(f'{data.folder} has no documents of its own: give --data=FOLDER with text documents')
     ids = data.tokens('val', 0, data.splits['val']['tokens'])
     *documents, _ = np.split(ids, np.flatnonzero(ids == data.eos_id) + 1)  # each with its eos
     found = [document[:most] for document in documents if len(document) >= least]

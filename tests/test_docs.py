@@ -73,7 +73,7 @@ def test_every_command_parses(page):
 
 
 def test_the_map_is_read_without_running_code_of_its_pickle(tmp_path, monkeypatch):
-    code = re.search(r"python - <<'END'\n(.*?)\n *END", (ROOT / 'docs/data.md').read_text(), re.DOTALL)[1]
+    code = re.search(r"python - <<'END'\n(.*?)\n *END", (ROOT / 'docs/tasks.md').read_text(), re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
     Path('data/built/manhattan').mkdir(parents=True)
     for content, error in (({(1, 'NE'): 2, (2, 'S'): 1}, None), (Path('x'), pickle.UnpicklingError)):

@@ -17,9 +17,12 @@ from lm_architectures.files import MissingData, UserError, locked, remove
 def open_data(name):
     """Open built-in data, a data folder, or a file or folder of texts. Builds it first if needed.
 
-    Returns Data, or Generated for a synthetic task. MissingData if there is none.
+    Returns Data, Generated for a synthetic task, or Mixture. MissingData if there is none.
     """
     name = str(name)
+    if name.startswith('mix:'):
+        from lm_architectures.data.mixture import Mixture
+        return Mixture(name, open_data)
     if task_class(name):
         from lm_architectures.data.generated import Generated
         return Generated(name)

@@ -71,6 +71,7 @@ class Generated:
         self.task, kind = make_task(name), name.partition(':')[0]
         options = {f.name: f'{f.name}={getattr(self.task, f.name)}' for f in fields(self.task)}
         self.folder = f'{kind}:{",".join(options.values())}'
+        self.sources = {self.folder: (1.0, self)}
         self.tokenizer = f'{kind}:{",".join(options[key] for key in self.task.symbol_options)}'.removesuffix(':')
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
@@ -96,12 +97,6 @@ class Generated:
 
     def _row(self, split: str, seed: int, i: int) -> np.ndarray:
         return self.task.row(np.random.default_rng([split == 'val', seed, i]), split)
-
-    def tokens(self, split: str, start: int, count: int) -> np.ndarray:
-        """Return `count` ids from position `start` of a split's rows, in order (seed 0)."""
-        n = self.T + 1
-        begin, end = start // n, math.ceil((start + count) / n)
-        return self.rows(split, range(begin, end), 0).ravel()[start - begin * n:][:count]
 
     def n_rows(self, split: str, T: int) -> float:
         """Return the number of rows of a split, infinite if unlimited. T must be the task's T."""

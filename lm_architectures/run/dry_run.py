@@ -73,10 +73,12 @@ def assumed_data(s, record) -> SimpleNamespace:
     """Return a stand-in for missing data, with the vocabulary of a run or of s.assumed_ids ids."""
     if s.init_from and not record:
         record = folders.read_run(s.init_from)
-    return SimpleNamespace(**{
+    data = SimpleNamespace(**{
         'tokenizer': 'gpt2' if s.assumed_ids == 50257 else 'FILE', 'n_ids': s.assumed_ids, 'eos_id': s.assumed_ids - 1,
-        'sha256': '', 'bos': False, **(record or {}).get('data', {}), 'folder': s.data,
+        'sha256': '', 'bos': False, **(record or {}).get('data', {}), 'folder': s.data, 'T': None,
         'splits': {'train': {'tokens': s.max_tokens}}, 'n_rows': lambda split, T: 1})
+    data.sources = {s.data: (1.0, data)}
+    return data
 
 
 def build_hint(s, tokenizer: str) -> str:

@@ -152,21 +152,13 @@ def check_settings(s, data, world) -> None:
              f'batch_size is {s.batch_size}: each of the {world} processes needs at least one sequence'),
             (s.parallel == 'fsdp' and s.batch_size % world,
              f'batch_size is {s.batch_size}: parallel = fsdp needs a multiple of the number of processes, {world}'),
-            (s.acceptance_prompts and hasattr(data, 'score'),
+            (s.acceptance_prompts and data.T,
              f'acceptance_prompts = {s.acceptance_prompts} needs text, but {data.folder} is a task: use 0'),
             (s.acceptance_prompts and s.block_size < 3,
              f'acceptance_prompts = {s.acceptance_prompts} needs a block_size of 3, not {s.block_size}')):
         if wrong:
             raise UserError(sentence)
-    check_windows(data, s.block_size)
+    for split in ('train', 'val'):
+        data.n_rows(split, s.block_size)  # an error if it is too short
     if s.sample_tokens and not s.dry_run:
         load_tokenizer(data.tokenizer)  # fail now, not after training
-
-
-def check_windows(data, block_size: int) -> None:
-    """Raise UserError if a split is too short for windows of block_size tokens."""
-    for split in ('train', 'val'):
-        if data.n_rows(split, block_size) < 1:
-            needed = 2 * block_size if split == 'train' else block_size + 1
-            raise UserError(f'{data.folder} has {data.splits[split]["tokens"]} {split} tokens, too few for a window of '
-                            f'block_size = {block_size}, which needs {needed}: use a smaller block_size or more data')

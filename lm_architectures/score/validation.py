@@ -4,14 +4,22 @@ import math
 import torch
 
 from attn_kernels import counted_targets
-from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError
 from lm_architectures.machine.parallel import all_gather, rank, world
 
 
+def validation_loss(model, data, *args) -> tuple[dict[str, float], int]:
+    """Return `loss_on_source`, for a mixture the weighted means, and each source's nll by name."""
+    found = {name: loss_on_source(model, source, *args) for name, (_, source) in data.sources.items()}
+    by_source = {name: means['nll'] for name, (means, _) in found.items()} if len(found) > 1 else {}
+    parts = next(iter(found.values()))[0]
+    means = {part: sum(share * found[name][0][part] for name, (share, _) in data.sources.items()) for part in parts}
+    return by_source | means, sum(n_counted for _, n_counted in found.values())
+
+
 @torch.no_grad()
-def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None, batch_size: int,
-                    device) -> tuple[dict[str, float], int]:
+def loss_on_source(model, data, T: int, n_tokens: int | None, seed: int | None, batch_size: int,
+                   device) -> tuple[dict[str, float], int]:
     """Return ({loss part: mean}, number of counted tokens) on validation windows of T tokens.
 
     n_tokens: tokens to evaluate, in windows at random offsets (seed) or in order (seed None). None
@@ -20,7 +28,7 @@ def validation_loss(model, data, T: int, n_tokens: int | None, seed: int | None,
     """
     n_all = data.splits['val']['tokens']
     if n_tokens is None or n_tokens >= n_all:
-        n_targets = n_all - isinstance(data, Data)  # a text's first token is not predicted
+        n_targets = n_all - (data.T is None)  # a text's first token is not predicted
         seed, n_windows = None, math.ceil(n_targets / T)
     else:
         n_windows = max(1, n_tokens // T)

@@ -240,14 +240,14 @@ def main(runs: pd.DataFrame, s: Settings) -> dict:
         raise UserError(f'{folder} starts each document with an empty state: expected a run with '
                         '--mask_documents=False')
     device = model.fuse.weight.device
-    T = getattr(data, 'T', record['settings']['block_size'])  # tasks have a row length T
+    T = data.T or record['settings']['block_size']  # tasks have a row length T
     batch_size = s.batch_size or max(1, 16_384 // (s.batches * T))  # paper, section 7.1: 8 batches of 2,048 states
     if (n_windows := data.n_rows('val', T)) < (wanted := s.batches * batch_size):
         raise UserError(f'{data.folder} has {n_windows} validation windows of {T} tokens, fewer than {s.batches} '
                         f'batches of {batch_size}: lower batches or batch_size')
     batches = [*models.val_windows(data, T, wanted * T, batch_size, device)]
-    counted = data.tokens('train', 0, min(s.unigram_tokens, data.splits['train']['tokens'] or inf))
-    unigram = torch.bincount(torch.from_numpy(counted), minlength=data.n_ids).to(device)
+    counted, _ = data.train_batch(0, max(1, s.unigram_tokens // T), T, seed=0)
+    unigram = torch.bincount(counted.flatten(), minlength=data.n_ids).to(device)
     tokenizer = load_tokenizer(record['data']['tokenizer'])
     rows = measure(model, batches, unigram, lambda i: tokenizer.decode([i]).decode(errors='replace'))
     figures.show(rows[(rows.x == '') | (rows['name'] == 'tokens')])  # curves: see the figure

@@ -159,7 +159,7 @@ def effective_rank(states) -> float:
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return a run's scores."""
     model, data, _ = models.load(folder, s)
-    task = getattr(data, 'task', None)
+    task = data.task if data.T else None
     if not hasattr(task, 'held_out_pairs'):
         raise UserError(f'{folder} was trained on {data.folder}: expected a run on the data manhattan')
     pairs = task.held_out_pairs

@@ -18,11 +18,9 @@ import torch.nn.functional as F
 from analysis import figures
 from analysis.runs import averaged, finished, labeled
 from lm_architectures import train
-from lm_architectures.data.text.shards import Data
 from lm_architectures.files import UserError
 from lm_architectures.machine.devices import DType
 from lm_architectures.machine.terminal import make_progress
-from lm_architectures.run.run_settings import check_windows
 from lm_architectures.settings import make_settings
 from papers import models
 
@@ -92,11 +90,11 @@ def measure(folder: str, s: Settings) -> dict:
     t = make_settings(train.Settings, record['settings'], f'in {folder}/config.json')
     rate = t.learning_rate if s.learning_rate is None else s.learning_rate
     t = replace(t, optimizer='adamw', learning_rate=rate)  # Muon does not train output layers
-    if not isinstance(data, Data):
+    if data.T:
         raise UserError(f'{data.folder} is a task and has no text: give --data=FOLDER')
     if s.offsets > t.block_size:
         raise UserError(f'offsets is {s.offsets}: expected at most {t.block_size}, the training window of {folder}')
-    check_windows(data, t.block_size)
+    data.n_rows('val', t.block_size)  # an error if it is too short
     model.requires_grad_(False)
     torch.manual_seed(t.seed)
     width = states(model, torch.zeros(1, 2, dtype=torch.int64, device=device), s).shape[-1]

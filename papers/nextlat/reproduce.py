@@ -4,7 +4,7 @@
     python -m papers.nextlat.reproduce path_star --run    run the commands of one, or resume them
 
 The parts are named by their data. `small` has small models, 4 to 33 minutes each on one core of an
-AMD EPYC. papers/nextlat/README.md says what we had to choose, docs/data.md how to get the map.
+AMD EPYC. papers/nextlat/README.md says what we had to choose, docs/tasks.md how to get the map.
 """
 from papers.commands import main, read_rows
 

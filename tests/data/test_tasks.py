@@ -194,7 +194,7 @@ def test_countdown_validation_targets_are_unseen_by_default(kind):
 @pytest.mark.parametrize('name', ['', CHASE, STAR, 'a5', 'countdown', GRID])
 def test_batches_depend_only_on_seed_and_step_and_examples_end_before_an_answer(name, tiny_data):
     d = open_data(name or tiny_data)
-    T = getattr(d, 'T', 32)
+    T = d.T or 32
     idx, targets = d.train_batch(7, 8, T, seed=1)
     parts = [open_data(name or tiny_data).train_batch(7, 8, T, 1, slice(a, b)) for a, b in ((0, 3), (3, 8))]
     assert all(torch.equal(torch.cat(part), whole) for part, whole in zip(zip(*parts), (idx, targets)))
@@ -205,7 +205,6 @@ def test_batches_depend_only_on_seed_and_step_and_examples_end_before_an_answer(
         prompt, n = d.example(T, 100)
         start, answer = len(prompt) - 1, d.val_batch([0], T)[1][0].tolist()
         assert n >= 1 and min(answer[start:start + n]) >= 0 and (start + n == T or answer[start + n] < 0)
-        assert (d.tokens('val', T - 2, 7) == d.rows('val', range(2), 0).ravel()[T - 2:T + 5]).all()
         with pytest.raises(UserError, match=f'block_size is {T + 1}, .* set block_size to {T}'):
             d.n_rows('val', T + 1)
 

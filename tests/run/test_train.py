@@ -28,7 +28,7 @@ from lm_architectures.files import UserError
 from lm_architectures.machine import devices
 from lm_architectures.run import checkpoint, folders, models, records, run_settings
 from lm_architectures.run.dry_run import FusedCrossEntropy, LiveBytes, activation_bytes, meta_model
-from lm_architectures.score.validation import validation_loss
+from lm_architectures.score.validation import loss_on_source
 
 
 @pytest.mark.slow
@@ -328,10 +328,10 @@ def test_a_validation_window_without_a_counted_token_is_left_out():
         return {'nll': torch.tensor(2.0 if idx[0, 0] < 2 else math.nan)}
     model.config = SimpleNamespace(eos_id=2)
     for first, n in ((1, 32), (2, 0)):  # of two windows, the second has only ends of text
-        data = SimpleNamespace(folder='folder', splits={'val': {'tokens': 65}}, val_batch=lambda windows, T, seed: (
-            torch.full((1, T), 2 if windows[0] else first), torch.ones(1, T)))  # noqa: B023
+        data = SimpleNamespace(folder='folder', T=None, splits={'val': {'tokens': 65}}, val_batch=lambda w, T, seed: (
+            torch.full((1, T), 2 if w[0] else first), torch.ones(1, T)))  # noqa: B023
         with pytest.raises(UserError, match='input of folder ends a text') if n == 0 else contextlib.nullcontext():
-            assert validation_loss(model, data, 32, None, None, 1, 'cpu') == ({'nll': 2.0}, n)
+            assert loss_on_source(model, data, 32, None, None, 1, 'cpu') == ({'nll': 2.0}, n)
 
 
 def test_the_resume_command_has_the_folder_and_the_processes_per_machine(monkeypatch):

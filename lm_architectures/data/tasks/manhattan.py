@@ -9,7 +9,7 @@ and destination do not count, because they cannot be predicted. Walks have 1 to 
 (inferred from the paper's counts of walks and tokens). About one in twenty pairs of start and
 destination is in no row; the score `valid` tests paths between these.
 
-docs/data.md describes a city's file, and how to get the paper's Manhattan.
+docs/tasks.md describes a city's file, and how to get the paper's Manhattan.
 """
 import json
 import re

@@ -45,7 +45,7 @@ class Data:
     """A data folder. UserError if meta.json is damaged, or a shard is missing or truncated."""
 
     def __init__(self, folder):
-        self.folder = Path(folder)
+        self.folder, self.sources, self.T = Path(folder), {str(folder): (1.0, self)}, None
         meta = read_json(self.folder / 'meta.json', 'copy or build the data again', check_meta)
         self.tokenizer, self.n_ids, self.eos_id = meta['tokenizer'], meta['n_ids'], meta['eos_id']
         self.bos = bool(meta.get('bos'))  # whether documents start with bos
@@ -91,8 +91,14 @@ class Data:
         return ids
 
     def n_rows(self, split: str, T: int) -> int:
-        """Return the number of rows of T tokens. Training epochs start at different offsets."""
-        total = self.starts[split][-1]
+        """Return the number of rows of T tokens. UserError if it is 0.
+
+        Training epochs start at different offsets.
+        """
+        total, needed = self.starts[split][-1], 2 * T if split == 'train' else T + 1
+        if total < needed:
+            raise UserError(f'{self.folder} has {total} {split} tokens, too few for a window of block_size = {T}, '
+                            f'which needs {needed}: use a smaller block_size or more data')
         return total // T - 1 if split == 'train' else (total - 1) // T
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:

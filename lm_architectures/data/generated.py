@@ -26,6 +26,7 @@ from lm_architectures.files import UserError
 from lm_architectures.settings import Text, check_ranges, make_settings
 
 SOLVED = 0.99  # accuracy from which a task, or a level of it, counts as solved
+MEMBERS = 'symbols', 'row_tokens', 'train_rows', 'val_rows', 'row', 'targets', 'score', 'symbol_options'
 MAX_CACHED_BYTES = 2 ** 30  # rows of fixed training sets stay in memory if all rows take at most this
 
 
@@ -35,6 +36,8 @@ def make_task(name: str):
     """Create the Task for 'task' or 'task:option=value,...'. UserError for invalid options."""
     options = [option.partition('=') for option in filter(None, name.partition(':')[2].split(','))]
     task = make_settings(task_class(name), {key: Text(value) for key, _, value in options}, f'in data {name!r}')
+    if missing := [member for member in MEMBERS if not hasattr(task, member)]:
+        raise UserError(f'the Task of {name} has no {", ".join(missing)}: see lm_architectures/data/generated.py')
     check_ranges(task, train_rows=(1, 10 ** 12), val_rows=(1, 10 ** 7))
     return task
 
@@ -54,8 +57,9 @@ def symbol_tokenizer(name: str) -> dict:
 
 
 def symbol_pattern(symbols: list[str]) -> str:
-    """Return a regular expression that matches one symbol."""
-    return r'\w+|\|\||[^\w\s,]' if '||' in symbols else r'\w+|[^\w\s,]'
+    """Return a regular expression that matches one symbol: a word, a sign, or another symbol."""
+    others = [symbol for symbol in symbols if not re.fullmatch(r'\w+|[^\w\s,]', symbol)]
+    return '|'.join([*map(re.escape, sorted(others, key=len, reverse=True)), r'\w+', r'[^\w\s,]'])
 
 
 # ---- their rows as data ----
@@ -73,6 +77,8 @@ class Generated:
         self.folder = f'{kind}:{",".join(options.values())}'
         self.sources = {self.folder: (1.0, self)}
         self.tokenizer = f'{kind}:{",".join(options[key] for key in self.task.symbol_options)}'.removesuffix(':')
+        if make_task(self.tokenizer).symbols != self.task.symbols:
+            raise UserError(f'the symbols of {self.folder} depend on options that are not in its symbol_options')
         self.n_ids, self.eos_id, self.bos = len(self.task.symbols) + 1, len(self.task.symbols), False
         self.T = self.task.row_tokens - 1
         n_rows = {'train': self.task.train_rows, 'val': self.task.val_rows}

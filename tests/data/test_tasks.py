@@ -1,4 +1,5 @@
 """Synthetic tasks: rows against independent solvers, reproducible batches, and exact scores."""
+import contextlib
 import json
 import re
 from collections import Counter
@@ -8,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_sentence, eval_lines, run, succeeded
+from conftest import ROOT, assert_sentence, eval_lines, run, succeeded
 
-from lm_architectures.data import generated, open_data
+from lm_architectures.data import generated, open_data, tasks
 from lm_architectures.data.__main__ import main as print_row
 from lm_architectures.data.generated import make_task
 from lm_architectures.data.tasks import a5
@@ -187,6 +188,20 @@ def test_countdown_validation_targets_are_unseen_by_default(kind):
     d = open_data(f'countdown:val_targets={kind}')
     train, val = ({*d.rows(split, range(500), 0)[:, 4].tolist()} for split in ('train', 'val'))
     assert len(train) == 82 and (val == train if kind == 'seen' else val.isdisjoint(train) and len(val) == 9)
+
+
+def test_a_task_in_a_folder_of_the_user_works_and_a_wrong_one_gives_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, '__path__', [*tasks.__path__, str(tmp_path)])  # as OWN_TASKS does
+    own = re.search('```python\n(.*?)```', (ROOT / 'docs/tasks.md').read_text(), re.DOTALL)[1]
+    for name, a, b, sentence in (('sort', '', '', ''), ('sort_b', "'largest',", '()', 'not in its symbol_options'),
+                                 ('sort_c', 'def score', 'def scores', 'sort_c:largest=7 has no score')):
+        (tmp_path / f'{name}.py').write_text(own.replace(a, b))
+        with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
+            open_data(f'{name}:largest=7')
+    out = tmp_path / 'out'
+    succeeded(run(*TRAIN, '--data=sort:n=2,largest=2', '--block_size=4', '--max_tokens=600', f'--out_dir={out}'))
+    assert 'solved' in records.read_log(out)[-1]
+    assert run('sample.py', out, '1 0->', '--max_new_tokens=1').stdout.startswith('1 0-> ')
 
 
 # ---- rows ----

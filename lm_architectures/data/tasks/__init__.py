@@ -1,16 +1,19 @@
-"""Built-in data: each file in this folder is a text or a synthetic task, found by its name.
+"""Data by name: each file in this folder or in the folder OWN_TASKS is a text or a synthetic task.
 
 A text has a function `documents()`, which yields (split, text). A task has a class `Task`, which
 creates rows: see lm_architectures/data/generated.py.
 """
 import importlib
+import os
 from pathlib import Path
 from types import ModuleType
 
+__path__ += filter(None, [os.environ.get('OWN_TASKS')])  # the user's folder, outside the repository
+
 
 def builtin_data() -> list[str]:
-    """Return the names of built-in data."""
-    return sorted(path.stem for path in Path(__file__).parent.glob('[a-z]*.py'))
+    """Return the names of built-in data, and of the user's own."""
+    return sorted({path.stem for folder in __path__ for path in Path(folder).glob('[a-z]*.py')})
 
 
 def builtin_module(name: str) -> ModuleType:

@@ -56,8 +56,8 @@ def load_tokenizer(name, bos: bool = False, eos_token: str | None = None) -> Tok
         found = (gpt2(name) if name == 'gpt2' or path.is_dir() else
                  sentence_piece(path) if path.suffix == '.model' else huggingface(path, eos_token))
     else:
-        raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', or the path of a tokenizer.json, a "
-                        'SentencePiece .model or a folder with encoder.json and vocab.bpe')
+        raise UserError(f"unknown tokenizer {name!r}: expected 'byte', 'gpt2', a task (OWN_TASKS has your own), or the "
+                        'path of a tokenizer.json, a SentencePiece .model or a folder with encoder.json and vocab.bpe')
     tokenizer, encode = Tokenizer(name, **found), found['encode']
     tokenizer.encode = lambda text: encode(without_surrogates(text))
     if bos and tokenizer.bos_id is None:

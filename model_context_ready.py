@@ -4,19 +4,19 @@ Token embeddings enter a standard Transformer without any context. Here a small 
 correction, computed from the embedding and the previous position's block output, which already
 encodes the context. The blocks themselves are unchanged.
 
-    correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `VARIANTS`, `Model.correct`
+    correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `Correction`
     x~_t = e_t + correction_t                         eq. 2  `Model.step`
     z_t = blocks(x~_t; keys and values of the past)   eq. 3  `Model.step`, `Block.forward`
     logits_t = W_head LN_f(z_t)                       eq. 4  `Model.head_input`, `Model._logits`
 
 Token t needs z_{t-1}. So there are two ways to compute a sequence, and both call `Model.step`:
 
-    streaming   token by token, like a recurrent network (Algorithm 1): `extend`; `stream` for bptt.
+    streaming   token by token, like a recurrent network (algorithm 1): `extend`, `stream` for bptt
     unrolls     K passes over all positions at once. Pass k reads z_{t-1} of pass k - 1 (eq. 5,
-                `unroll`). The first has no correction, so K = 1 is the plain Transformer.
+                `unroll`). The first has no correction, so K = 1 is the plain Transformer
 
-T + 1 unrolls equal streaming (Lemma 1), to which they converge if the correction is a contraction
-(theorem 3). Training and validation run K, `logits` as many as change z (`fixed_point`).
+T + 1 unrolls equal streaming (Lemma 1). If the correction is a contraction, far fewer come close
+(theorem 3). Training and validation run K unrolls, `logits` unrolls until z stops changing.
 
     B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded   n  positions of a call
     L  blocks, n_layer (the paper's D, or N if plain)  H  heads of size D, HK for keys and values
@@ -36,15 +36,6 @@ from attn_kernels import (CrossEntropy, KVCache, Mask, attention, check_shape, c
                           counted_targets, dense_mask, document_starts, make_mask, mask_padding, mean_keys,
                           n_matrix_weights, outside_graphs, rope_table, rotate, sequence)
 
-VARIANTS = {  # inputs of the correction network, from z of the previous token and e of this one (tables A2 and A3)
-    'add': lambda z, e: z + e,  # corr_ffn(LN(z + e)), eq. 1; corr_ffn is Linear, GELU, Linear
-    'concat': lambda z, e: torch.cat([z, e], -1),  # corr_ffn(LN([z, e])), 2C -> 4C -> C
-    'token_blind': lambda z, e: z,  # corr_ffn(LN(z)); the tables call it corr_ffn
-    'tied': lambda z, e: z + e,  # add, sharing the linear layers of the last (inferred) block's FFN (section 5.8)
-    'block_head': lambda z, e: z,  # LN(z): "the block's own residual" (section 5.8, table A2; z and LN are inferred)
-    'extra_ffn': None,  # no correction; an FFN after the last block (inferred): Roformer-hFFN, table A2
-}
-
 
 @dataclass
 class Config:
@@ -58,7 +49,7 @@ class Config:
     n_ffn: int | None = None  # feed-forward width; None: 4 n_embd (llama: 3 n_embd, corr_ffn always 4 n_embd)
     block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, no biases
     tied_head: bool = False  # the output head shares the embedding's weights
-    variant: Literal[tuple(VARIANTS)] = 'add'  # the correction network
+    variant: Literal['add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn'] = 'add'  # see `Correction`
     K: int = 5  # unrolls in training (the most, with k_min) and validation; 1: the plain Transformer, Roformer
     k_min: int | None = None  # draw each step's number of unrolls uniformly from k_min ... K (paper: 2); None: always K
     checkpoint_unrolls: bool = False  # activation checkpointing per unroll: less memory, a third more compute
@@ -92,8 +83,7 @@ class Config:
         if self.variant == 'extra_ffn' and self.K > 1:
             raise ValueError(f'variant = extra_ffn with K = {self.K}: it has nothing to unroll, so set K = 1')
         if self.bptt and (self.K == 1 or self.checkpoint_unrolls):
-            raise ValueError(f'bptt = True with K = {self.K}, checkpoint_unrolls = {self.checkpoint_unrolls}: '
-                             'streaming needs a correction (K > 1) and has no unrolls')
+            raise ValueError('bptt = True needs a correction (K > 1) and has no unrolls (checkpoint_unrolls = False)')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout = {self.dropout}: expected at least 0, and less than 1')
 
@@ -109,6 +99,39 @@ class FFN(nn.Module):
 
     def forward(self, x):
         return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Correction(nn.Module):
+    """Eq. 1, and its variants in section 5.8, tables A2 and A3.
+
+        add          corr_ffn(LN(z + e))   corr_ffn_add, eq. 1
+        concat       corr_ffn(LN([z, e]))  corr_ffn_concat
+        token_blind  corr_ffn(LN(z))       corr_ffn (token-blind)
+        tied         corr_ffn(LN(z + e))   corr_ffn is that of a block (inferred: the last)
+        block_head   LN(z)                 block_head: "the block's own residual" (inferred: z, LN)
+        extra_ffn    none                  Roformer-hFFN: another FFN after the blocks (inferred)
+
+    z is that of the previous token. corr_ffn: Linear, GELU, Linear; C (concat: 2C) -> 4C -> C.
+    """
+
+    def __init__(self, c):
+        super().__init__()
+        self.variant, C = c.variant, c.n_embd
+        n_in, n_inner = 2 * C if c.variant == 'concat' else C, c.n_ffn if c.block == 'gpt' else 4 * C
+        self.norm = nn.LayerNorm(n_in, c.norm_eps)
+        if c.variant != 'block_head':
+            self.up = nn.Linear(n_in, n_inner)
+            self.down = nn.Linear(n_inner, C)
+
+    def forward(self, z, e, starts):
+        """Return the corrections of e. z, e: (B, n, C) -> (B, n, C); starts: (B, n)."""
+        x = z.masked_fill(starts.unsqueeze(-1), 0)
+        if self.variant in ('add', 'tied'):
+            x = x + e
+        elif self.variant == 'concat':
+            x = torch.cat([x, e], -1)
+        x = self.norm(x)
+        return x if self.variant == 'block_head' else self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -154,19 +177,6 @@ class LlamaBlock(Block):
         return self.ffn_out(F.silu(gate) * up)
 
 
-def unrolls_needed(k, last_change, change, end):
-    """Return how many unrolls it takes until z changes by `end`, if it goes on as in unroll k."""
-    if change >= last_change:
-        return math.inf
-    return k + math.log(end / change) / math.log(change / last_change) if change > end else k
-
-
-def seen_keys(model, T, device, doc_start):
-    """Return the data of `dense_mask` as (1 or B, 1 or HK, groups, T queries, T keys)."""
-    q, k = sequence(T, (0,), device, doc_start), sequence(T, (0,), device)
-    return dense_mask(model, model.sees, q, k).data.unflatten(2, (-1, T))
-
-
 class Past(dict):
     """Keys and values of past positions, by layer: a growing cache that gradients flow through."""
 
@@ -186,12 +196,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(make_block(c, layer) for layer in range(c.n_layer))
         if c.variant == 'extra_ffn':
             self.extra = FFN(C, c.n_ffn, C, c.norm_eps)
-        elif c.K > 1 and c.variant == 'block_head':
-            self.correction = nn.LayerNorm(C, c.norm_eps)
         elif c.K > 1:
-            n_inner = c.n_ffn if c.block == 'gpt' else 4 * C
-            self.correction = FFN(2 * C if c.variant == 'concat' else C, n_inner, C, c.norm_eps)
-            if c.variant == 'tied':  # its own norm, but the last block's FFN weights
+            self.correction = Correction(c)
+            if c.variant == 'tied':  # its own norm, but the linear layers of the last block's FFN
                 self.correction.up, self.correction.down = self.blocks[-1].ffn.up, self.blocks[-1].ffn.down
         self.norm = make_norm(C, c.norm_eps)
         self.head = nn.Linear(C, c.vocab_size, bias=False)  # inferred: all other layers have biases
@@ -204,9 +211,8 @@ class Model(nn.Module):
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
         self.shard_blocks = not c.bptt and c.variant != 'tied'  # these run or read a block outside its call
         # Initializes every matrix and bias: set other initial values after this loop.
-        # Inferred from model_standard.py: only the attention output is scaled down with depth.
         for name, p in self.named_parameters():
-            if p.dim() >= 2:
+            if p.dim() >= 2:  # only the attention output is scaled down with depth (inferred)
                 scale = (2 * c.n_layer) ** -0.5 if name.endswith('attn_out.weight') else 1.0
                 nn.init.normal_(p, std=c.init_std * scale)
             elif name.endswith('bias'):
@@ -218,28 +224,19 @@ class Model(nn.Module):
         """Return True where query q attends to key k. Used in training and in decoding."""
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
-    def correct(self, z, e, starts):
-        """Eq. 1: return the corrections for embeddings e, given the previous z, all (B, n, C)."""
-        z = z.masked_fill(starts.unsqueeze(-1), 0)  # z_{-1}
-        return self.correction(VARIANTS[self.config.variant](z, e))
-
     @checkpointed
     def step(self, e, z, starts, rope, mask, cache=None):
         """Eq. 1 to 3: return z (B, n, C) from e and the previous z (None: no correction)."""
-        correction = torch.zeros_like(e) if z is None else self.correct(z, e, starts)
+        correction = torch.zeros_like(e) if z is None else self.correction(z, e, starts)
         h = F.dropout(e + correction, self.config.dropout, self.training)  # eq. 2: x~ starts from e each time
         for block in self.blocks:  # eq. 3
             h = block(h, rope, mask, cache)
         return h
 
     def unroll(self, z, e, z_before, starts, rope, mask, cache=None):
-        """Eq. 5: return z^(k) from z = z^(k-1), both (B, n, C). z None: k = 1, without correction.
-
-        e: embeddings (B, n, C); z_before: (B, 1, C), z of the position before them. The paper ends
-        unroll k with correction^(k). Here, unroll k + 1 starts with it: the last one is not needed.
-        """
+        """Eq. 5: return z^(k) (B, n, C) from z = z^(k-1), None if k = 1. z_before: (B, 1, C)."""
         previous = None if z is None else torch.cat([z_before, z[:, :-1]], 1)
-        return self.step(e, previous, starts, rope, mask, cache)
+        return self.step(e, previous, starts, rope, mask, cache)  # the paper corrects at the end of unroll k - 1
 
     def head_input(self, z):
         """Eq. 4: return the inputs of the output head. z: (B, n, C) -> (B, n, C)."""
@@ -247,13 +244,14 @@ class Model(nn.Module):
             z = z + self.extra(z)
         return self.norm(z)
 
-    def prepare(self, idx, make_mask=make_mask):
+    def prepare(self, idx, mask=None):
         """Return the inputs of `unroll` for sequences idx (B, T): e, z_{-1}, starts, rope, mask."""
-        c, position = self.config, torch.arange(idx.shape[1], device=idx.device)
-        e, doc_start = self.embed(idx), document_starts(idx, c.eos_id)
+        c, T, device = self.config, idx.shape[1], idx.device
+        e, doc_start, position = self.embed(idx), document_starts(idx, c.eos_id), torch.arange(T, device=device)
         starts = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
         rope = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
-        return e, torch.zeros_like(e[:, :1]), starts, rope, make_mask(self, idx.shape[1], idx.device, doc_start)
+        mask = make_mask(self, T, device, doc_start) if mask is None else mask
+        return e, torch.zeros_like(e[:, :1]), starts, rope, mask
 
     @torch.compiler.disable(recursive=False)  # K varies, so the compiler gets one unroll at a time
     def unrolls(self, idx, K):
@@ -263,51 +261,52 @@ class Model(nn.Module):
             zs.append(self.unroll(zs[-1], *inputs))
         return zs[1:]
 
-    def fixed_point(self, is_token, *inputs, most=math.inf):
+    def fixed_point(self, n_tokens, *inputs, limit=None):
         """Unroll until z stops changing. Returns z (B, n, C), and the number of unrolls.
 
-        is_token: (B, n), False for padding; inputs: of `unroll`. Stops if z changes by less than
-        prefill_tol of its norm, or by rounding errors, or after n + 1 unrolls. Gives up, with None
-        for z, if more than `most` unrolls will be needed.
+        n_tokens: (B,) per right-padded row; inputs: of `unroll`. Stops if z changes by at most
+        prefill_tol of its norm, or by rounding errors, or after n + 1 unrolls (Lemma 1). Gives up,
+        with None for z, if `limit` unrolls will not be enough.
         """
-        kind, change, z = is_token.device.type, math.inf, self.unroll(None, *inputs)
+        kind, change, z = n_tokens.device.type, math.inf, self.unroll(None, *inputs)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
-        for k in range(2, int(is_token.sum(1).max()) + 2):
+        corrects = torch.arange(z.shape[1], device=z.device) < n_tokens[:, None] - 1  # a row's last z corrects nothing
+        for k in range(2, int(n_tokens.max()) + 2):
             last_z, last_change, z = z, change, self.unroll(z, *inputs)
             changes = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
-            change = changes.masked_fill(~F.pad(is_token[:, 1:], (0, 1)), 0).max().item()  # not a row's last z
-            if change < self.config.prefill_tol or last_change <= change < rounding:
+            change = changes.masked_fill(~corrects, 0).max().item()
+            if change <= self.config.prefill_tol or last_change <= change < rounding:
                 break
-            if k > 3 and unrolls_needed(k, last_change, change, rounding) > most:
-                return None, k
+            if limit and k > 3 and change * min(1, change / last_change) ** (limit - k) > rounding:
+                return None, k  # at this rate, z still changes after `limit` unrolls
         return z, k
 
     @outside_graphs  # the compiler would unroll all positions
     def stream(self, idx):
-        """Run Algorithm 1, differentiable and without autocast. idx: (B, T) -> z (B, T, C).
+        """Run algorithm 1 with gradients, checkpointed in segments. idx: (B, T) -> z (B, T, C)."""
+        T, device = idx.shape[1], idx.device
+        q, k = sequence(T, (0,), device, document_starts(idx, self.config.eos_id)), sequence(T, (0,), device)
+        seen = dense_mask(self, self.sees, q, k).data.unflatten(2, (-1, T))  # (1 or B, 1 or HK, H / HK, T, T)
+        with torch.autocast('cpu' if idx.is_meta else device.type, enabled=False):  # meta: a dry run
+            e, z, starts, rope, _ = self.prepare(idx, seen)
+            zs, past = [z], Past()
+            for start in range(0, T, self.config.segment_len):
+                new, past = checkpoint(self.segment, start, zs[-1], past, e, starts, rope, seen, use_reentrant=False)
+                zs += new
+            return torch.cat(zs[1:], 1)
 
-        Activation checkpointing: the backward pass recomputes one segment of positions at a time.
-        """
-        with torch.autocast('cpu' if idx.is_meta else idx.device.type, enabled=False):  # meta: a dry run
-            e, z, starts, rope, seen = self.prepare(idx, seen_keys)
-
-            def segment(start, z, past):
-                zs, past = [], Past(past)  # a copy, because the backward pass runs this again
-                for t in range(start, min(start + self.config.segment_len, idx.shape[1])):
-                    at, mask = slice(t, t + 1), Mask('dense', seen[..., t, :t + 1])
-                    z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
-                    zs.append(z)
-                return torch.cat(zs, 1), past
-
-            segments, past = [z], Past()
-            for start in range(0, idx.shape[1], self.config.segment_len):
-                zs, past = checkpoint(segment, start, segments[-1][:, -1:], past, use_reentrant=False)
-                segments.append(zs)
-            return torch.cat(segments[1:], 1)
+    def segment(self, start, z, past, e, starts, rope, seen):
+        """Run algorithm 1 over a segment, given the z and `Past` before. Returns all z, `Past`."""
+        zs, past = [], Past(past)  # a copy, because the backward pass runs this again
+        for t in range(start, min(start + self.config.segment_len, e.shape[1])):
+            at, mask = slice(t, t + 1), Mask('dense', seen[..., t, :t + 1])
+            z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
+            zs.append(z)
+        return zs, past
 
     def states(self, idx):
-        """Return z by streaming (bptt) or by this step's unrolls. idx: (B, T) -> (B, T, C)."""
+        """Return z of the last unroll (section 3.2), or with bptt of streaming: (B, T, C)."""
         if self.config.bptt:
             return self.stream(idx)
         K = self.n_unrolls if self.training else self.config.K
@@ -321,10 +320,7 @@ class Model(nn.Module):
         self.n_unrolls = rng.choice(self.K_choices)
 
     def forward(self, idx, targets):
-        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T) int64; -1 is ignored.
-
-        Only the last unroll has a loss (section 3.2). With bptt, streaming has it.
-        """
+        """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T); -1 is ignored."""
         loss = self.nll(self.states(idx), counted_targets(idx, targets, self.config.eos_id))
         return {'loss': loss, 'nll': loss.detach()}
 
@@ -347,7 +343,7 @@ class Model(nn.Module):
         """Return the head's inputs as in streaming, without gradient. idx: (B, T) -> (B, T, C)."""
         if self.config.bptt or self.config.K == 1:  # `states` equals streaming
             return self.head_input(self.states(idx))
-        z, _ = self.fixed_point(torch.ones_like(idx, dtype=torch.bool), *self.prepare(idx))
+        z, _ = self.fixed_point(idx.new_full((len(idx),), idx.shape[1]), *self.prepare(idx))
         return self.head_input(z)
 
     @torch.no_grad()
@@ -365,40 +361,44 @@ class Model(nn.Module):
         return cache
 
     @torch.no_grad()
-    def extend(self, tokens, cache, lengths=None, all_positions=False, may_unroll=True):
-        """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py.
-
-        They are streamed, but a prompt is unrolled if z converges before streaming would be done.
-        """
-        K, (B, n), zs = self.config.K, tokens.shape, []
-        call = (5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # overhead in tokens; GPU: a guess
-        most = n * (call + B) / (call + n * B)  # unrolls that take as long as streaming; 15 are seldom enough
-        is_prompt = n > cache.max_call and not cache.lengths.any()
-        unrolls = may_unroll and K > 1 and not self.config.bptt and is_prompt and most > 15
-        for piece in cache.pieces(tokens, lengths, piece_len=None if unrolls or K == 1 else 1):
-            e, starts = self.embed(piece.tokens), piece.positions == piece.doc_start
-            z_before = cache.z[cache.batch_idx, piece.positions[:, :1]] if K > 1 else None
-            inputs = e, z_before, starts, piece.rope, piece.mask(), cache
-            if unrolls:
-                is_token = torch.arange(n, device=e.device) < piece.n_new[:, None]
-                z, _ = self.fixed_point(is_token, *inputs, most=1.5 * most)
-                if z is None:
-                    return self.extend(tokens, cache, lengths, all_positions, may_unroll=False)
-            else:
-                z = self.step(*inputs)
-            if K > 1:
-                cache.z[cache.batch_idx, piece.positions + 1] = z
-            zs.append(z)
-        h = self.head_input(torch.cat(zs, 1))
+    def extend(self, tokens, cache, lengths=None, all_positions=False):
+        """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
+        z = self.read(tokens, cache, lengths, self.unroll_limit(tokens, cache))
+        if z is None:  # unrolls would take longer; the cache is as before
+            z = self.read(tokens, cache, lengths, limit=0)
+        h = self.head_input(z)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
-    def adopt(self, tensors):
-        """Add a new correction network to the weights of a run without one (section 5.7).
+    def read(self, tokens, cache, lengths, limit):
+        """Return z (B, n, C) of new tokens, by streaming if limit is 0, or by `fixed_point`."""
+        zs, one_by_one = [], self.sequential and not limit
+        for piece in cache.pieces(tokens, lengths, piece_len=1 if one_by_one else None):
+            z = cache.z[cache.batch_idx, piece.positions[:, :1]] if self.sequential else None  # of the token before
+            inputs = self.embed(piece.tokens), z, piece.positions == piece.doc_start, piece.rope, piece.mask(), cache
+            z = self.fixed_point(piece.n_new, *inputs, limit=limit)[0] if limit else self.step(*inputs)
+            if z is None:
+                return None
+            if self.sequential:
+                cache.z[cache.batch_idx, piece.positions + 1] = z
+            zs.append(z)
+        return torch.cat(zs, 1)
 
-        Its last layer is 0, so outputs are unchanged. Weights that need no network are returned.
-        ValueError if the variant has no last layer to zero, or the blocks are model_standard's.
+    def unroll_limit(self, tokens, cache):
+        """Return how many unrolls of a prompt (B, n) are worth trying, or 0 to stream the tokens.
+
+        Only for speed, not in the paper. A call of the blocks costs its tokens plus `overhead`. So
+        streaming, n calls with B tokens, costs as much as `equal` unrolls, calls with n B tokens.
         """
+        B, n = tokens.shape
+        if not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
+            return 0  # not a prompt, or always read in one way
+        overhead = (5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # tokens; on a GPU a guess
+        equal = n * (overhead + B) / (overhead + n * B)
+        return 1.5 * equal if equal > 15 else 0  # fewer are seldom enough; 1.5: its estimate is rough
+
+    def adopt(self, tensors):
+        """Add a correction network to weights without one. Its last layer is 0 (section 5.7)."""
         if self.config.block == 'gpt' and 'blocks.0.gate_up.weight' in tensors:
             raise ValueError("these are weights of model_standard's blocks: set block = 'llama'")
         own = {name: p.detach() for name, p in self.named_parameters() if name.startswith('correction.')}

@@ -52,11 +52,11 @@ def unrolled(model, idx, targets):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
         if K - 2 <= k <= K:
-            corrections.append(model.correct(z.roll(1, 1), e, starts))  # z_{t-1}; t = 0 starts a document
+            corrections.append(model.correction(z.roll(1, 1), e, starts))  # z_{t-1}; t = 0 starts a document
     first, second, last = corrections
     moves = torch.stack([x.norm(dim=-1) for x in (last - second, second - first, second)]).cpu()
     nll['sequential'] = model.nll(model.stream(idx), targets).item()
-    _, n_unrolls = model.fixed_point(torch.ones_like(idx, dtype=torch.bool), *model.prepare(idx))
+    _, n_unrolls = model.fixed_point(idx.new_full((len(idx),), idx.shape[1]), *model.prepare(idx))
     return nll, moves, n_unrolls
 
 
@@ -73,7 +73,7 @@ def contraction(moves):
 
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return the row of a run in the table."""
-    model, data, record = models.load(folder, s, 'prepare', 'unrolls', 'correct', 'stream', 'nll')
+    model, data, record = models.load(folder, s, 'prepare', 'unrolls', 'stream', 'nll')
     c, T, counts, found = model.config, record['settings']['block_size'], [], []
     for idx, targets in models.val_windows(data, T, s.tokens, s.batch_size, model.head.weight.device):
         if c.eos_id is not None:

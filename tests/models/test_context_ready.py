@@ -77,7 +77,7 @@ def blocks(model, x, documents, dropout):
 def correction(model, z, e):
     net, variant = model.correction, model.config.variant
     if variant == 'block_head':
-        return norm(z, net)
+        return norm(z, net.norm)
     up, down = (net.up, net.down) if variant != 'tied' else (model.blocks[-1].ffn.up, model.blocks[-1].ffn.down)
     x = {'concat': torch.cat([z, e], -1), 'token_blind': z}.get(variant, z + e)
     return ffn(norm(x, net.norm), up, down)
@@ -145,7 +145,7 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
         e, _, starts, *_ = model.prepare(idx)
         zs = model.unrolls(idx, 17)
         logits = [model.head(model.head_input(z))[..., :60] for z in zs]
-        corrections = [model.correct(z.roll(1, 1), e, starts) for z in zs]
+        corrections = [model.correction(z.roll(1, 1), e, starts) for z in zs]
     assert (logits[-1] - want).abs().max() < 1e-4
     for k in range(1, 9):
         assert (corrections[k - 1] - corrections[-1])[:, :k].abs().max() < 1e-5
@@ -304,7 +304,7 @@ def test_contraction_estimates_equal_the_formula():
     with torch.no_grad():
         e, _, starts, *_ = model.prepare(idx)
         zs = model.unrolls(idx, 4)
-        second, third, fourth = [model.correct(F.pad(z, (0, 0, 1, 0))[:, :-1], e, starts) for z in zs[1:]]
+        second, third, fourth = [model.correction(F.pad(z, (0, 0, 1, 0))[:, :-1], e, starts) for z in zs[1:]]
     # the first two positions are exact
     after, before = ((a - b)[:, 2:].norm(dim=-1) for a, b in ((fourth, third), (third, second)))
     pooled, single = (after.square().sum(0) / before.square().sum(0)).sqrt().max(), (after / before).flatten()

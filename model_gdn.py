@@ -6,12 +6,12 @@ the token's value and the result. Queries, keys and values first pass through a 
 convolution. It is a baseline in the GPN paper (arXiv 2605.10643), next to the Transformer.
 
 Read `Block.step`, the memory's equation, then `Block.forward`. `Block.loop` applies it token by
-token. scans/gdn.py computes the same with large matrix products, unless the equation is edited.
+token. scans/gdn.py computes the same in chunks of tokens, and runs unless `step` is edited.
 
     B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded    F  feed-forward width
     L  layers       H  heads       K  key size, d_k   D  value size, d_v       W  convolution taps
     M  memory (B, H, K, D), transpose of the paper's S    X  convolved channels, H (2 K + D)
-    h  hidden states                                      n  tokens per `extend` call
+    h  hidden states   o  outputs of the memory           n  tokens of a call, T in training
     is_doc_start  True for the first token of a document, whose memory starts empty
 """
 import math
@@ -44,8 +44,8 @@ class Config:
     d_v: int = 256  # value size of a head, D (inferred, as n_head; twice d_k in the official code)
     n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd, to a multiple of 32 (inferred from 130M)
     conv_size: int = 4  # taps of the short convolution, W, at least 2: the current token and earlier ones
-    chunk_len: int = 64  # tokens per chunk in scans/gdn.py, rounded up to a power of 2, and per segment of the loop
-    scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: scans/gdn.py if the equation is unedited, else loop
+    chunk_len: int = 64  # tokens that scans/gdn.py computes at once (rounded up to 2^i) or the loop recomputes at once
+    scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: fast (scans/gdn.py) if the equation is unedited
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of initial matrices and convolutions, except the head (fla)
@@ -82,10 +82,10 @@ def short_convolution(x, weight, same_doc=None):
 
 
 def document_masks(is_eos, conv_size):
-    """Return same_doc (B, n, W), is_doc_start (B, n). is_eos (B, W - 1 + n) has earlier tokens."""
+    """Return same_doc (B, n, W), is_doc_start (B, n). is_eos: (B, W - 1 + n), W - 1 come before."""
     document = F.pad(is_eos[:, :-1].long().cumsum(1), (1, 0))  # index of each token's document
-    taps = document.unfold(1, conv_size, 1)
-    return taps == taps[..., -1:], is_eos[:, conv_size - 2:-1]
+    taps = document.unfold(1, conv_size, 1)  # (B, n, W), a token's own is the last
+    return taps == taps[..., -1:], is_eos[:, conv_size - 2:-1]  # a document starts after an eos
 
 
 class Block(nn.Module):
@@ -95,7 +95,7 @@ class Block(nn.Module):
         super().__init__()
         c, C, H, K, D = config, config.n_embd, config.n_head, config.d_k, config.d_v
         self.layer, self.fast, self.chunk_len, self.checkpoints = layer, fast, c.chunk_len, c.checkpoint_blocks
-        self.sizes, self.memory_shape = [H * K, H * K, H * D], (H, K, D)
+        self.sizes, self.memory_shape = [H * K, H * K, H * D], (H, K, D)  # sizes of q, k and v
         self.widths = [sum(self.sizes), H, H]  # of qkv, beta and decay
         self.memory_norm = nn.RMSNorm(C, c.norm_eps)
         self.qkv = nn.Linear(C, sum(self.sizes), bias=False)
@@ -114,7 +114,7 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
 
     def step(self, x, memory):
-        """Apply the gated delta rule (section 3.1) to one token. Returns o (B, H, D), new memory.
+        """Apply the gated delta rule (section 3.1) to one token. Returns o (B, H, D), the memory.
 
             S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        o_t = S_t q_t
 
@@ -128,7 +128,7 @@ class Block(nn.Module):
 
     @outside_graphs  # the compiler would unroll all n steps
     def loop(self, memory, tokens, is_doc_start=None, active=None):
-        """Apply `step` to n tokens. Returns the outputs (B, n, H, D) and the last memory.
+        """Apply `step` to n tokens. Returns o (B, n, H, D) and the last memory.
 
         tokens: x of `step`, but (B, n, ...); is_doc_start: (B, n), True empties the memory before
         the token; active: (B, n), False skips the token. Activation checkpointing: the backward
@@ -150,8 +150,8 @@ class Block(nn.Module):
             outputs += new
         return torch.stack(outputs, 1), memory
 
-    def scan(self, tokens, is_doc_start=None, active=None, memory=None):
-        """Run `self.fast`, if set and there are several tokens, otherwise `loop`."""
+    def recurrence(self, tokens, is_doc_start=None, active=None, memory=None):
+        """Return what `loop` returns, from an empty memory if None: by `self.fast` if it is set."""
         if memory is None:
             memory = tokens[0].new_zeros(len(tokens[0]), *self.memory_shape)
         if self.fast is None or tokens[0].shape[1] == 1:
@@ -169,7 +169,7 @@ class Block(nn.Module):
         qkv, beta, decay = self.qkv(x), self.beta(x), self.decay(x)
         if cache is None:
             qkv = F.pad(qkv, (0, 0, n_before, 0))
-        else:  # earlier tokens come first: n_before for the convolution, then max_call for the memory
+        else:  # tokens before the call come first: n_before for the convolution, then max_call for the memory
             qkv, beta, decay = cache.join(self.layer, torch.cat([qkv, beta, decay], -1)).split(self.widths, -1)
             beta, decay = beta[:, n_before:], decay[:, n_before:]
         q, k, v = map(heads, F.silu(short_convolution(qkv, self.conv, same_doc)).split(self.sizes, -1))
@@ -177,8 +177,8 @@ class Block(nn.Module):
         beta = torch.sigmoid(heads(beta).squeeze(-1))  # (B, n, H)
         log_decay = -self.log_rate.exp() * F.softplus(heads(decay).squeeze(-1) + self.dt_bias)  # log alpha
         tokens = q, k, v, log_decay, beta
-        memory_read = self.scan(tokens, is_doc_start)[0] if cache is None else cache.scan(self, tokens, is_doc_start)
-        h = h + self.read_out(self.out_norm(memory_read.to(x.dtype)).flatten(2) * F.silu(self.read_gate(x)))
+        o = self.recurrence(tokens, is_doc_start)[0] if cache is None else cache.outputs(self, tokens, is_doc_start)
+        h = h + self.read_out(self.out_norm(o.to(x.dtype)).flatten(2) * F.silu(self.read_gate(x)))
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return h + self.ffn_out(F.silu(gate) * up)
 
@@ -263,13 +263,14 @@ class Model(nn.Module):
 
 
 class Cache(StateCache):
-    """Each layer's memory without the last call's tokens, and these tokens' inputs, in windows.
+    """Each layer's memory of a row's first n_written tokens, and the later tokens' inputs.
 
-        a row's tokens   [ 0 1 ...                     | ... n - 1 ]
-        memory           [ n_written tokens            |           ]
-        windows          [              W - 1 tokens   | and these ]
+        tokens      [ 0 1 2 ...                   | ... lengths - 1 ]
+        memory      [ n_written tokens            |                 ]
+        windows     [                W - 1 tokens | and the others  ]    inputs of the layer
 
-    The next call writes those that have not been rolled back.
+    The memory cannot forget a token, but up to max_call tokens of the last call may be rolled back.
+    So those are only written by the next call, which reads them from the windows.
     """
 
     def __init__(self, model, batch_size, max_call, device):
@@ -294,16 +295,16 @@ class Cache(StateCache):
         self.push(name, x)
         return torch.cat([earlier, x], 1)
 
-    def scan(self, block, tokens, is_doc_start):
-        """Return outputs (B, n, H, D). tokens: (B, max_call + n, ...), the last call's first."""
-        def scan(part, active, memory):
+    def outputs(self, block, tokens, is_doc_start):
+        """Return o (B, n, H, D). tokens: (B, max_call + n, ...), those before the call first."""
+        def run(part, active, memory):
             starts = None if is_doc_start is None else is_doc_start[:, part]
-            return block.scan([x[:, part] for x in tokens], starts, active, memory)
+            return block.recurrence([x[:, part] for x in tokens], starts, active, memory)
 
-        old, new = slice(self.max_call), slice(self.max_call, None)
-        _, memory = scan(old, self.writes[:, old], self.memory[block.layer])
-        memory_read, _ = scan(new, None, memory)
-        if tokens[0].shape[1] > 2 * self.max_call:
-            _, memory = scan(new, self.writes[:, new], memory)
+        before, new = slice(self.max_call), slice(self.max_call, None)
+        _, memory = run(before, self.writes[:, before], self.memory[block.layer])
+        o, _ = run(new, None, memory)
+        if tokens[0].shape[1] > 2 * self.max_call:  # n > max_call: all but the last max_call tokens stay
+            _, memory = run(new, self.writes[:, new], memory)
         self.memory[block.layer] = memory
-        return memory_read
+        return o

@@ -25,8 +25,7 @@ four tokens x_0 ... x_3, T = 3, the pairs and their k are
     2    . 1 2 3        2    . . 2 3
     3    . . 1 2        3    . . 1 2
 
-Read `Model.forward`, `_text_terms`, `_pair_losses`. `extend` decodes: the forward encoder with a
-cache.
+Read `Model.forward` and its steps below it. `extend` decodes: the forward encoder with a cache.
 
 The NextLat paper reports 2.57B parameters at the 1.3B shape, so the encoders share no block (else
 1.46B). One embedding table, two output matrices of V rows, and a two-layer text head with n_ffn
@@ -36,7 +35,7 @@ prefix and suffix, and how pairs are drawn.
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs, as drawn
     f, b      final states of the encoders, h_{1:t} and h_{t+k:T} in the NextLat paper
-    t_f, t_b  their terms in the text head's hidden layer: (n_text,)     n  tokens per `extend` call
+    t_f, t_b  text_f(f) and text_b(b), the two terms in h(p, q)          n  tokens per `extend` call
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -119,11 +118,9 @@ class Encoder(nn.Module):
 
 
 def document_ends(start):
-    """Return where each token's document ends, given where it starts. start: (B, n) -> (B, n).
+    """Return the last position of each token's document, given the first one. Both (B, n).
 
-    tokens   a b c | d e      in reverse   e d | c b a
-    start    0 0 0   3 3                   0 0   2 2 2     n - 1 - ends, in reverse
-    ends     2 2 2   4 4
+    For tokens a b c | d e, start is 0 0 0 3 3, and the result 2 2 2 4 4.
     """
     n = start.shape[1]
     position = torch.arange(n, device=start.device)
@@ -197,59 +194,9 @@ class Model(nn.Module):
         """
         x, labels, start = self._sequence(idx, targets)
         f = self.trunk(idx)
-        losses = self._pair_losses(*self._text_terms(f, x, start), labels, start)
+        t_f, t_b = self._text_terms(f, x, start)
+        losses = self._pair_losses(t_f, t_b, labels, start)
         return {'loss': losses['loss'], 'nll': self._next_token_loss(f, idx, targets)} | losses
-
-    def _text_terms(self, f, x, start):
-        """Return t_f and t_b, (B, T + 1, n_text). f: (B, T, C); x, start: see `_sequence`.
-
-        t_f[:, p] is the term of the prefix before x_p, t_b[:, q] of the suffix after x_q.
-        """
-        ends, T = document_ends(start), f.shape[1]
-        reversed_start = T - ends.flip(1)  # read backward, a document starts with its last token
-        b = self._encode(self.backward_encoder, x[:, 1:].flip(1), reversed_start[:, :T]).flip(1)
-        position = torch.arange(T + 1, device=x.device)
-        has_prefix, has_suffix = (start < position).unsqueeze(-1), (ends > position).unsqueeze(-1)
-        t_f = torch.where(has_prefix, self.text_f(F.pad(f, (0, 0, 1, 0))), self.text_f(self.no_prefix))
-        t_b = torch.where(has_suffix, self.text_b(F.pad(b, (0, 0, 0, 1))), self.text_b(self.no_suffix))
-        return t_f, t_b
-
-    @torch.no_grad()
-    def _next_token_loss(self, f, idx, targets):
-        """Return the mean next-token loss after prefixes with states f and the empty suffix."""
-        targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self._next_state(f).flatten(0, 1), targets.flatten()
-        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
-        return total['nll'] / (targets >= 0).sum().clamp(min=1)
-
-    def _nll(self, h, targets):
-        """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
-        return {'nll': self.cross_entropy(self._logits(h), targets)}
-
-    @outside_graphs  # the number of pairs depends on the documents
-    def _pair_losses(self, t_f, t_b, labels, start):
-        """Return {'loss', ...}: all results but the nll.
-
-        t_f, t_b: (B, T + 1, n_text); labels, start: (B, T + 1). Runs in chunks of pairs, so the
-        text head's (N, n_text) hidden layer is never held at once.
-        """
-        T = labels.shape[1] - 1
-        p, q = self._draw_pairs(T, labels.device)
-        within = start[:, p] == start[:, q]
-        next_labels, previous_labels = (labels[:, s].masked_fill(~within, -1) for s in (p, q))
-        row, pair = ((next_labels >= 0) | (previous_labels >= 0)).nonzero().unbind(1)  # the pairs that count
-        n_next, n_previous = ((x >= 0).sum().clamp(min=1) for x in (next_labels, previous_labels))
-
-        def losses(at_p, at_q, next_label, previous_label, t_f, t_b):
-            h = self._text_state(t_f.index_select(0, at_p), t_b.index_select(0, at_q))
-            pair_next = self.cross_entropy(self._logits(h), next_label) / n_next
-            pair_previous = self.cross_entropy(self.previous_head(h), previous_label) / n_previous
-            return {'loss': pair_next + pair_previous, 'pair_next': pair_next, 'pair_previous': pair_previous}
-
-        first = row * (T + 1)
-        rows = first + p[pair], first + q[pair], next_labels[row, pair], previous_labels[row, pair]
-        width = 2 * self.config.vocab_size + self.config.n_text
-        return chunked_loss(losses, rows, self.parameters(), width, shared=(t_f.flatten(0, 1), t_b.flatten(0, 1)))
 
     def _sequence(self, idx, targets):
         """Return x_0 ... x_T, labels (-1: ignored) and document starts, (B, T + 1) each.
@@ -263,17 +210,20 @@ class Model(nn.Module):
         start = torch.cat([start[:, :T], start[:, T:].masked_fill(targets[:, -1:] < 0, T)], 1)
         return x, labels, start
 
-    def loss_count(self, idx, targets):
-        """Return the number of pairs in idx and targets (B, T), before pair_share is applied.
+    def _text_terms(self, f, x, start):
+        """Return t_f and t_b, (B, T + 1, n_text). f: (B, T, C); x, start: see `_sequence`.
 
-        train.py weights micro-batches by it. Not exact for prompts: their ignored pairs count, too.
+        t_f[:, p] is the term of the prefix before x_p, t_b[:, q] of the suffix after x_q.
         """
-        start = self._sequence(idx, targets)[2]
-        position = torch.arange(start.shape[1], device=idx.device)
-        n_pairs = (position + 1 - start).sum()  # for each q, p from its document's start to q
-        if self.config.min_k == 1:
-            n_pairs += (start[:, 1:] == start[:, :-1]).sum()  # p = q + 1
-        return int(n_pairs)
+        end, T = document_ends(start), f.shape[1]
+        backward_start = (T - end).flip(1)  # x_i is at T - i, and a document starts with its last token
+        b = self._encode(self.backward_encoder, x[:, 1:].flip(1), backward_start[:, :T]).flip(1)  # b_1 ... b_T
+        position = torch.arange(T + 1, device=x.device)
+        has_prefix, has_suffix = (start < position).unsqueeze(-1), (position < end).unsqueeze(-1)
+        f_before, b_after = F.pad(f, (0, 0, 1, 0)), F.pad(b, (0, 0, 0, 1))  # f_{p-1} and b_{q+1}; 0 if there is none
+        t_f = torch.where(has_prefix, self.text_f(f_before), self.text_f(self.no_prefix))
+        t_b = torch.where(has_suffix, self.text_b(b_after), self.text_b(self.no_suffix))
+        return t_f, t_b
 
     def _draw_pairs(self, T, device):
         """Return p, q (N,) for all rows: random in training, evenly spaced in evaluation."""
@@ -285,6 +235,56 @@ class Model(nn.Module):
         if self.training:
             return pairs[:, torch.randperm(n_all, device=device)[:n]]
         return pairs[:, torch.arange(n, device=device) * n_all // n]
+
+    @outside_graphs  # the number of pairs depends on the documents
+    def _pair_losses(self, t_f, t_b, labels, start):
+        """Return {'loss', 'pair_next', 'pair_previous'}, in nats.
+
+        t_f, t_b: (B, T + 1, n_text); labels, start: (B, T + 1). Runs in chunks of pairs, so the
+        text head's hidden layer (N, n_text) is never held at once.
+        """
+        T = labels.shape[1] - 1
+        p, q = self._draw_pairs(T, labels.device)  # the same for all rows
+        other_document = start[:, p] != start[:, q]  # (B, N), of pairs that do not count
+        next_labels = labels[:, p].masked_fill(other_document, -1)
+        previous_labels = labels[:, q].masked_fill(other_document, -1)
+        n_next, n_previous = ((x >= 0).sum().clamp(min=1) for x in (next_labels, previous_labels))
+
+        def losses(at_p, at_q, next_label, previous_label, t_f, t_b):  # of a chunk of pairs
+            h = self._text_state(t_f.index_select(0, at_p), t_b.index_select(0, at_q))
+            pair_next = self.cross_entropy(self._logits(h), next_label) / n_next
+            pair_previous = self.cross_entropy(self.previous_head(h), previous_label) / n_previous
+            return {'loss': pair_next + pair_previous, 'pair_next': pair_next, 'pair_previous': pair_previous}
+
+        row, pair = ((next_labels >= 0) | (previous_labels >= 0)).nonzero().unbind(1)  # the pairs that count
+        x_0 = row * (T + 1)  # index of a row's first token in t_f.flatten(0, 1)
+        pairs = x_0 + p[pair], x_0 + q[pair], next_labels[row, pair], previous_labels[row, pair]
+        width = 2 * self.config.vocab_size + self.config.n_text  # values per pair: two softmaxes, the hidden layer
+        return chunked_loss(losses, pairs, self.parameters(), width, shared=(t_f.flatten(0, 1), t_b.flatten(0, 1)))
+
+    @torch.no_grad()
+    def _next_token_loss(self, f, idx, targets):
+        """Return the mean next-token loss after prefixes with states f and the empty suffix."""
+        targets = counted_targets(idx, targets, self.config.eos_id)
+        rows = self._next_state(f).flatten(0, 1), targets.flatten()
+        total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
+        return total['nll'] / (targets >= 0).sum().clamp(min=1)
+
+    def _nll(self, h, targets):
+        """Return the summed negative log-likelihood of a chunk. h: (N, C); targets: (N,)."""
+        return {'nll': self.cross_entropy(self._logits(h), targets)}
+
+    def loss_count(self, idx, targets):
+        """Return the number of pairs in idx and targets (B, T), before pair_share is applied.
+
+        train.py weights micro-batches by it. Not exact for prompts: their ignored pairs count, too.
+        """
+        start = self._sequence(idx, targets)[2]
+        position = torch.arange(start.shape[1], device=idx.device)
+        n_pairs = (position + 1 - start).sum()  # for each q, p from its document's start to q
+        if self.config.min_k == 1:
+            n_pairs += (start[:, 1:] == start[:, :-1]).sum()  # p = q + 1
+        return int(n_pairs)
 
     def _logits(self, h):
         """Return next-token logits over all V rows, for the loss and decoding."""

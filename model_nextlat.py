@@ -7,8 +7,14 @@ future. So besides the next-token loss, a small network p_psi learns to predict 
 the token x_{t+1}; the Transformer itself is unchanged. p_psi also drafts for speculative decoding:
 applied to its own output, it proposes any number of tokens without running the Transformer.
 
-Read `Model.forward` and `Losses`, then `draft`. The baselines MTP, JTP and BST have their
-own files. All initialize the Transformer first, so the same seed gives it the same weights.
+    h^_{t+1} = p_psi(h_t, x_{t+1}), h^_{t+2} = p_psi(h^_{t+1}, x_{t+2}), ...   `Dynamics`
+    loss = L_next-token + lambda_next-h L_next-h + lambda_KL L_KL              `Model._losses`
+    L_next-h = mean over t and i of SmoothL1(sg[h_{t+i}], h^_{t+i})            `Losses`
+    L_KL     = mean over t and i of KL(p(.|sg[h_{t+i}]) || p(.|h^_{t+i}))      `Losses`
+
+sg stops gradients, and the head p is frozen in L_KL. Read `Model.forward`, `_losses` and `Losses`,
+then `draft`. The baselines MTP, JTP and BST have their own files. All initialize the Transformer
+first, so the same seed gives it the same weights.
 
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads of size D    F  feed-forward width, 8/3 C   d  horizon: i = 1 ... d
@@ -114,11 +120,6 @@ class Dynamics(nn.Module):
         return h + self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
-def mean(losses, weights):
-    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
-    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))
-
-
 class Losses(nn.Module):
     """The parts of the loss, from states and their logits; compiled like `CrossEntropy`."""
 
@@ -129,43 +130,43 @@ class Losses(nn.Module):
         self.config = config
 
     def forward(self, names, targets, token_weights, state_weights, states, logits):
-        """Return the nll and the parts `names` of N positions, each averaged over i = 1 ... d.
+        """Return the nll and the parts `names` of N positions, averaged over i = 1 ... d.
 
-        targets: (N,); weights: (N, d + 1), column i for predictions i steps ahead; states: h and
-        d times h^, (N, C) each; logits: of these states, or of h alone, (N, V) each.
+        targets: (N,); weights: (N, d + 1) from `Model._weights`; states: h, then h^ for each i,
+        (N, C) each; logits: of these states, or of h alone, (N, V) each.
         """
-        torch._check(logits[0].shape[-1] == self.config.vocab_size)  # see `CrossEntropy`
-        (h, *predicted), (log_p, *log_q) = states, map(self.log_probs, logits)
-        parts = {'nll': mean(self.ce(targets, [log_p]), token_weights[:, :1])}
-        if 'next_hidden' in names:
-            parts['next_hidden'] = mean(self.next_hidden(h, predicted), state_weights[:, 1:])
-        if 'kl' in names:
-            parts['kl'] = mean(self.kl(log_p, log_q), token_weights[:, 1:])
-        if 'ce' in names:
-            parts['ce'] = mean(self.ce(targets, log_q), token_weights[:, 1:])
+        c, (h, *predicted) = self.config, states
+        torch._check(logits[0].shape[-1] == c.vocab_size)  # see `CrossEntropy`
+        log_p, *log_q = map(self.log_probs, logits)  # log p(.|h), then log p(.|h^) for each i
+        parts = {'nll': mean([cross_entropy(log_p, targets)], token_weights[:, :1])}
+        if 'next_hidden' in names:  # L_next-h
+            distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
+            goal = h.detach() if c.stop_target else h
+            distances = [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
+            parts['next_hidden'] = mean(distances, state_weights[:, 1:])
+        if 'kl' in names:  # L_KL
+            goal = log_p.detach()
+            p = goal.exp()
+            parts['kl'] = mean([(p * (goal - q)).sum(-1) for q in log_q], token_weights[:, 1:])
+        if 'ce' in names:  # in place of L_KL: the next tokens as targets (appendix, ablations)
+            parts['ce'] = mean([cross_entropy(q, targets) for q in log_q], token_weights[:, 1:])
         return parts
-
-    def next_hidden(self, h, predicted):
-        """Return the distance of each h^ from h (L_next-h), a list of d tensors (N,)."""
-        distance = F.mse_loss if self.config.state_loss == 'mse' else F.smooth_l1_loss
-        goal = h.detach() if self.config.stop_target else h
-        return [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
-
-    def kl(self, log_p, log_q):
-        """Return KL(p(.|h) || p(.|h^)) for each h^ (L_KL), d tensors (N,)."""
-        log_p = log_p.detach()
-        p = log_p.exp()
-        return [(p * (log_p - q)).sum(-1) for q in log_q]
-
-    def ce(self, targets, log_q):
-        """Return the cross-entropy of the targets for each of log_q, a list, (N,) each."""
-        return [F.nll_loss(q, targets, ignore_index=-1, reduction='none') for q in log_q]
 
     def log_probs(self, logits):
         """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
         if not self.config.pad_rows_in_loss:
             logits = logits[:, :self.config.n_ids]
         return at_least_fp32(logits).log_softmax(-1)
+
+
+def cross_entropy(log_q, targets):
+    """Return the cross-entropy of targets (N,), -1 ignored, under log_q (N, V): (N,)."""
+    return F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
+
+
+def mean(losses, weights):
+    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
+    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))
 
 
 class Model(nn.Module):
@@ -220,7 +221,7 @@ class Model(nn.Module):
         """Return {'loss', 'nll', parts}, mean nats per token. idx, targets: (B, T); -1 is ignored.
 
         loss = nll + lambda_h next_hidden + lambda_kl kl (or ce). Each part is averaged over i =
-        1 ... d and over positions (algorithm 1). Evaluation always reports next_hidden and kl.
+        1 ... d and over positions (algorithm 1).
         """
         c = self.config
         targets = counted_targets(idx, targets, c.eos_id)
@@ -232,10 +233,11 @@ class Model(nn.Module):
         return chunked_loss(self._losses, rows, self.parameters(), (self.horizon + 1) * c.vocab_size)
 
     def _weights(self, idx, targets):
-        """Return weights of losses on tokens and on states, (B, T, d + 1) each: columns sum to 1.
+        """Return the weights of positions in losses on tokens and on states, (B, T, d + 1) each.
 
-        A prediction of h_s from h_{s-i} counts if both are in one document. Where the target at s
-        is -1, as on a prompt, only the loss between h^ and h counts (appendix, "More details").
+        Column i is for the predictions of h_s from h_{s-i}, and sums to 1. They count if both are
+        in one document. Where the target at s is -1, as on a prompt, only the loss between h^ and
+        h counts (appendix, "More details").
         """
         doc_start = 0 if self.config.eos_id is None else document_starts(idx, self.config.eos_id)
         age = torch.arange(idx.shape[1], device=idx.device).expand_as(idx) - doc_start  # positions since its start
@@ -243,21 +245,19 @@ class Model(nn.Module):
         counted = same_document & (targets >= 0).unsqueeze(-1)
         return [x / x.sum((0, 1)).clamp(min=1) for x in (counted, same_document)]
 
-    def _lambdas(self):
-        """Return {part: its weight in the loss}, 0 for parts that are off."""
-        c = self.config
-        lambdas = {'next_hidden': c.lambda_h, 'kl': 0.0, 'ce': 0.0} | {c.token_loss: c.lambda_kl}
-        return lambdas if c.objective == 'nextlat' else dict.fromkeys(lambdas, 0.0)
+    def _losses(self, targets, token_weights, state_weights, h, *predicted):
+        """Return the loss of a chunk of N positions, its nll and its parts, from `Losses`.
 
-    def _losses(self, targets, token_weights, state_weights, *states):
-        """Return the loss of a chunk of positions, its nll and the other parts."""
-        h, *predicted = states
-        reported = ('next_hidden', 'kl') if predicted and not self.training else ()
-        lambdas = {name: weight for name, weight in self._lambdas().items() if weight or name in reported}
-        of_tokens = 'kl' in lambdas or 'ce' in lambdas
-        further = [self._logits(h_hat, self.config.stop_head) for h_hat in predicted if of_tokens]
-        parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, states, [self._logits(h), *further])
-        return {'loss': parts['nll'] + sum(weight * parts[name] for name, weight in lambdas.items())} | parts
+        Parts with a weight of 0 are skipped, but evaluation always reports next_hidden and kl.
+        """
+        c, reported = self.config, () if self.training else ('next_hidden', 'kl')
+        lambdas = {'next_hidden': c.lambda_h, 'kl': 0.0, 'ce': 0.0} | {c.token_loss: c.lambda_kl}
+        lambdas = {name: x for name, x in lambdas.items() if predicted and (x or name in reported)}  # ntp: none
+        needs_logits = 'kl' in lambdas or 'ce' in lambdas
+        further = [self._logits(h_hat, c.stop_head) for h_hat in predicted if needs_logits]
+        logits = [self._logits(h), *further]
+        parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, (h, *predicted), logits)
+        return {'loss': parts['nll'] + sum(x * parts[name] for name, x in lambdas.items())} | parts
 
     def _logits(self, h, frozen=False):
         """Return logits over all V rows. frozen: without a gradient for the head's weights."""

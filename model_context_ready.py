@@ -162,12 +162,11 @@ class LlamaBlock(Block):
     """The layers of model_standard.py, for converting pretrained Llama models (section 5.7)."""
 
     def make_layers(self, c, C):
-        D = c.head_size
         self.attn_norm = nn.RMSNorm(C, c.norm_eps)
-        self.qkv = nn.Linear(C, (c.n_head + 2 * c.n_kv_head) * D, bias=c.qkv_bias)
-        self.q_norm = nn.RMSNorm(D, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(D, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.attn_out = nn.Linear(c.n_head * D, C, bias=False)
+        self.qkv = nn.Linear(C, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
+        self.q_norm = nn.RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.attn_out = nn.Linear(c.n_head * c.head_size, C, bias=False)
         self.ffn_norm = nn.RMSNorm(C, c.norm_eps)
         self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
@@ -268,18 +267,19 @@ class Model(nn.Module):
         prefill_tol of its norm, or by rounding errors, or after n + 1 unrolls (Lemma 1). Gives up,
         with None for z, if `limit` unrolls will not be enough.
         """
-        kind, change, z = n_tokens.device.type, math.inf, self.unroll(None, *inputs)
+        kind, z, changes = n_tokens.device.type, self.unroll(None, *inputs), [math.inf]
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
         corrects = torch.arange(z.shape[1], device=z.device) < n_tokens[:, None] - 1  # a row's last z corrects nothing
         for k in range(2, int(n_tokens.max()) + 2):
-            last_z, last_change, z = z, change, self.unroll(z, *inputs)
-            changes = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
-            change = changes.masked_fill(~corrects, 0).max().item()
-            if change <= self.config.prefill_tol or last_change <= change < rounding:
+            last_z, z = z, self.unroll(z, *inputs)
+            relative = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
+            changes.append(relative.masked_fill(~corrects, 0).max().item())
+            first, last, change = changes[1], *changes[-2:]
+            if change <= self.config.prefill_tol or last <= change < rounding:
                 break
-            if limit and k > 3 and change * min(1, change / last_change) ** (limit - k) > rounding:
-                return None, k  # at this rate, z still changes after `limit` unrolls
+            if limit and k > 3 and first * min(1, change / first) ** ((limit - 2) / (k - 2)) > rounding:
+                return None, k  # at the mean rate since k = 2, z still changes at k = limit
         return z, k
 
     @outside_graphs  # the compiler would unroll all positions
@@ -364,7 +364,7 @@ class Model(nn.Module):
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         z = self.read(tokens, cache, lengths, self.unroll_limit(tokens, cache))
-        if z is None:  # unrolls would take longer; the cache is as before
+        if z is None:  # unrolls would take longer; the cache still holds no tokens
             z = self.read(tokens, cache, lengths, limit=0)
         h = self.head_input(z)
         last = cache.end(h)
@@ -393,9 +393,9 @@ class Model(nn.Module):
         B, n = tokens.shape
         if not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
             return 0  # not a prompt, or always read in one way
-        overhead = (5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # tokens; on a GPU a guess
+        overhead = (4.5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # tokens; on a GPU a guess
         equal = n * (overhead + B) / (overhead + n * B)
-        return 1.5 * equal if equal > 15 else 0  # fewer are seldom enough; 1.5: its estimate is rough
+        return equal if equal > 20 else 0  # so 4 unrolls in vain cost at most a fifth more
 
     def adopt(self, tensors):
         """Add a correction network to weights without one. Its last layer is 0 (section 5.7)."""

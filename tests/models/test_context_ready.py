@@ -235,13 +235,19 @@ def n_unrolls(model, idx, lengths=None):
 
 def test_prompts_are_unrolled_to_convergence_and_padding_is_ignored():
     model, idx = make(), tokens(T=60)
-    all_tokens, first = n_unrolls(model, idx)[0], n_unrolls(model, idx[:, :20])[0]
+    all_tokens, first = n_unrolls(model, idx)[0], n_unrolls(model, idx[:, :30])[0]
     assert 3 < first < all_tokens <= 61
-    assert n_unrolls(model, F.pad(idx[:, :20], (0, 37), value=7), torch.tensor([20, 20, 20]))[0] == first
+    assert n_unrolls(model, F.pad(idx[:, :30], (0, 27), value=7), torch.tensor([30, 30, 30]))[0] == first
     with torch.autocast('cpu', torch.bfloat16):  # stops at bf16 precision
         assert n_unrolls(model, idx)[0] < 40
     model.config.prefill_tol = 0.1
     assert n_unrolls(model, idx)[0] < all_tokens
+
+
+def test_one_slow_unroll_does_not_end_the_unrolls():
+    changes = torch.tensor([0.5 ** k * (1.9 if k == 12 else 1.0) for k in range(40)])
+    with mock.patch.object(model := make(), 'unroll', side_effect=changes.cumsum(0).expand(1, 60, 40).split(1, 2)):
+        assert model.fixed_point(torch.tensor([60]), limit=35)[1] == 20
 
 
 @pytest.mark.parametrize('case, most', [('diverges', 4), ('many rows', 0), ('few tokens', 0)])
@@ -249,7 +255,7 @@ def test_prompts_are_streamed_if_unrolls_would_take_longer(case, most):
     model, idx = make(eos_id=EOS), tokens(T=60)
     if case == 'diverges':  # as many untrained models do
         torch.manual_seed(0)
-        model = model_context_ready.Model(model_context_ready.Config(**SMALL | dict(n_embd=64))).eval()
+        model = model_context_ready.Model(model_context_ready.Config(**SMALL | dict(n_embd=48))).eval()
     idx = {'many rows': idx.repeat(20, 1), 'few tokens': idx[:, :9]}.get(case, idx)
     with torch.no_grad():
         k, logits = n_unrolls(model, idx)

@@ -30,6 +30,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -116,24 +117,23 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     """Prepare the attention of whole sequences by model.sees: once per step, for all layers.
 
     doc_start: (B, T) int64 from `document_starts`, or None for one document; keys, queries: tuples
-    of streams (queries=None: the same as keys). Without documents, the model keeps its last mask of
-    each pattern and pair of streams for the next step.
+    of streams (queries=None: the same as keys). The model keeps masks for the next step if only
+    numbers decide them: not with documents or a score_bias, nor if `sees` reads a tensor.
     """
-    queries, device, patterns = queries or keys, torch.device(device), model.sees
-    trains = torch.is_grad_enabled()
-    may_compile = trains or T % FLEX_BLOCK == 0  # not for prompts
-
-    def make(sees):
-        if doc_start is not None:
-            return _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile)
-        kept = vars(model).setdefault('kept_masks', KeptMasks())
-        name = keys, queries, patterns.index(sees) if isinstance(patterns, list) else 0
-        made_for = T, device, trains, torch.is_autocast_enabled('cpu'), *read_by(model, sees)
-        if kept.get(name, (None,))[0] != made_for:
-            with torch.inference_mode(False), torch.set_grad_enabled(trains):
-                kept[name] = made_for, _new_mask(model, sees, T, device, None, keys, queries, may_compile)
-        return kept[name][1]
-    return each_layer(patterns, make)
+    queries, device, trains = queries or keys, torch.device(device), torch.is_grad_enabled()
+    recurs = trains or T % FLEX_BLOCK == 0  # unlike most lengths of prompts
+    may_keep = doc_start is None and not hasattr(model, 'score_bias')
+    numbers = [x for x in (*vars(model).values(), *vars(model.config).values()) if isinstance(x, (int, float))]
+    code = each_layer(model.sees, lambda f: (getattr(f, '__func__', f), id(getattr(f, '__self__', None))))
+    made_for = T, device, trains, torch.is_autocast_enabled('cpu'), numbers, code
+    kept = vars(model).setdefault('kept_masks', KeptMasks())
+    if may_keep and kept.get((keys, queries), (None,))[0] == made_for:
+        return kept[keys, queries][1]
+    with torch.inference_mode(False), torch.set_grad_enabled(trains):
+        mask = each_layer(model.sees, lambda sees: _new_mask(model, sees, T, device, doc_start, keys, queries, recurs))
+    if may_keep and not reads_tensors(model.sees, device):
+        kept[keys, queries] = made_for, mask
+    return mask
 
 
 class KeptMasks(dict):
@@ -143,16 +143,25 @@ class KeptMasks(dict):
         return KeptMasks, ()
 
 
-def read_by(model, sees):
-    """Return what decides a pattern: code, the model's and config's numbers, and buffers."""
-    bias, numbers = getattr(model, 'score_bias', None), (*vars(model).values(), *vars(model.config).values())
-    code = [getattr(f, '__func__', f) for f in (sees, bias)]  # not the methods, which would hold the model
-    return *code, id(getattr(sees, '__self__', None)), [x for x in numbers if isinstance(x, (int, float))], [
-        buffer._version for buffer in model.buffers()]
+def reads_tensors(patterns, device):
+    """Return True if patterns read tensors besides their arguments. Tries them on one token."""
+    token, others = sequence(1, (0,), device), []
+    known = [*token]
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            others.extend(x for x in read if all(x is not y for y in known))
+            result = function(*args, **(kwargs or {}))
+            known.extend(tree_leaves(result))
+            return result
+    with Watch():
+        each_layer(patterns, lambda sees: _seen(sees, token, token))
+    return bool(others)
 
 
-def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
-    """Return the mask of whole sequences. may_compile: False for lengths that hardly recur."""
+def _new_mask(model, sees, T, device, doc_start, keys, queries, recurs):
+    """Return the mask of whole sequences. recurs: False for lengths that hardly recur."""
     c, bias = model.config, getattr(model, 'score_bias', None)
     q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
     is_one = keys == queries == (0,) and doc_start is None and bias is None  # the triangle
@@ -163,7 +172,7 @@ def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
             return Mask('causal')
     if device.type == 'cpu':
         return Mask('tiles', list(_tiles(sees, bias, c.n_head, T, q, k)))
-    if device.type == 'cuda' and 16 <= c.head_size <= 256 and may_compile:  # it compiles a kernel per length
+    if device.type == 'cuda' and 16 <= c.head_size <= 256 and recurs:  # it compiles a kernel per length
         return Mask('flex', flex_mask(sees, bias, T, device, doc_start, keys, queries))
     return dense_mask(model, sees, q, k)
 

@@ -146,20 +146,24 @@ def test_a_pattern_in_which_a_token_sees_nothing_is_refused(monkeypatch):
 
 @torch.no_grad()  # masks of training are other ones
 def test_masks_without_documents_are_kept_until_the_pattern_changes():
-    """That is its code, a number or a buffer."""
+    """That is its code or a number. A pattern that reads a tensor is evaluated each time."""
     model, idx = make('standard'), some_tokens(1, 40)
-    model.register_buffer('far', torch.tensor(2))
-    near = lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos <= model.far)
+    numbers = [model.sees, pattern(window=3).sees, lambda q, k: torch.stack([k.pos <= q.pos, q.pos - k.pos < 9]).all(0)]
+    model.far = torch.tensor(2)
+    near = lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos <= model.far.clone())
+    nearer = lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos < int(model.far))
     before = model.logits(idx)
-    assert K.make_mask(model, 40, 'cpu') is K.make_mask(model, 40, 'cpu')
-    for edit in (lambda: setattr(model, 'reach', 3), lambda: setattr(model, 'sees', near), lambda: model.far.fill_(5)):
+    for edit in (lambda: setattr(model, 'reach', 3), lambda: setattr(model, 'sees', near), lambda: model.far.fill_(5),
+                 lambda: model.far.data.fill_(6), lambda: setattr(model, 'far', torch.tensor(7)),
+                 lambda: setattr(model, 'sees', nearer), lambda: model.far.data.fill_(4)):
         edit()
         logits = model.logits(idx)
         assert not torch.equal(logits, before)
         assert torch.equal(logits, copy.deepcopy(model).logits(idx))  # a copy has no masks yet
         before = logits
-    model.sees = [near, pattern(window=3).sees]
-    assert all(a is b for a, b in zip(K.make_mask(model, 40, 'cpu'), K.make_mask(model, 40, 'cpu')))
+    for model.sees in (*numbers, numbers):
+        mask, again = K.make_mask(model, 40, 'cpu'), K.make_mask(model, 40, 'cpu')
+        assert mask is again and copy.deepcopy(model).kept_masks == {}
 
 
 @pytest.mark.parametrize('window, slots', [(None, 100), (0, 4), (5, 9), (200, 100)])

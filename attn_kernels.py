@@ -215,15 +215,15 @@ def dense_mask(model, sees, q, k, dtype=None):
 
 
 def _additive(seen, bias, n_head, q, k):
-    """Return fp32 scores to add, -inf where not seen. seen: (1 or B, 1, n_q, n_k), -> 1 or H heads.
+    """Return what to add to scores: bias (None: 0), -inf where unseen. (1 or B, 1 or H, n_q, n_k).
 
-    bias: `score_bias`, or None for 0 and one head; q, k: tokens with fields (1 or B, n).
+    seen: (1 or B, 1, n_q, n_k); q, k: tokens with fields (1 or B, n).
     """
     if bias is None:
         return torch.where(seen, 0.0, float('-inf'))
     q = Tokens(*(x[:, None, :, None] for x in q))
     k = Tokens(*(x[:, None, None, :] for x in (k.pos, k.stream)))
-    scores = bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]).float()
+    scores = at_least_fp32(bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]))
     return torch.where(seen, scores, float('-inf')).expand(-1, n_head, -1, -1)
 
 
@@ -271,14 +271,14 @@ def _key_ranges(needed, T):
 
 @outside_graphs  # the compiler would unroll the tiles of all layers and take minutes
 def _tiled_attention(q, k, v, tiles):
-    return _TiledAttention.apply(q, k, v, tiles)
+    return _TiledAttention.apply(q, k, v, tiles, *(bias for *_, bias in tiles if bias.requires_grad))
 
 
 class _TiledAttention(torch.autograd.Function):
     """Attention in tiles, on a CPU. q: (B, H, n_q, D); k, v: (B, H, n_k, D)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, tiles):
+    def forward(ctx, q, k, v, tiles, *_):  # then the biases with weights, which get gradients
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (q * q.shape[-1] ** -0.5).contiguous(), k.contiguous(), v.contiguous()
             out, saved = torch.empty_like(q), []
@@ -295,9 +295,11 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, *saved = ctx.saved_tensors
-        wide = torch.promote_types(k.dtype, torch.float32)  # sums over many tiles
+        learned, wide = [], torch.promote_types(k.dtype, torch.float32)  # wide: for sums over many tiles
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for i, (rows, ranges, bias) in enumerate(ctx.tiles):
+            if bias.requires_grad:
+                learned.append(ds.to(bias.dtype).sum_to_size(bias.shape))
             q_tile, k_tile, grad_tile = _take(q, rows), _take(k, ranges), _take(grad, rows)
             p = saved[i] if saved else (q_tile @ k_tile.mT).add_(bias).softmax(-1)
             dp = grad_tile @ _take(v, ranges).mT
@@ -305,7 +307,7 @@ class _TiledAttention(torch.autograd.Function):
             _put(dq, rows, ds @ k_tile)
             _put(dk, ranges, ds.mT @ q_tile, add=True)
             _put(dv, ranges, p.mT @ grad_tile, add=True)
-        return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None
+        return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None, *learned
 
 
 def _take(x, slices):
@@ -374,13 +376,14 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
     return lists
 
 
+    stages = {} if score_mod is None else {'num_stages': 2}  # with 3, tables exceed the shared memory of an H100
 def _flex_attention(q, k, v, block_mask, score_mod):
     from torch.nn.attention.flex_attention import flex_attention
     q, k = q.to(v.dtype), k.to(v.dtype)  # from PyTorch 2.12 on, autocast leaves them in fp32 after qk-norm
     run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     # not the kernel for fewer than 128 queries: wrong strides in PyTorch 2.11 (issue 175325)
     return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
-               kernel_options={'BACKEND': 'TRITON'})
+               kernel_options={'BACKEND': 'TRITON', **stages})
 
 
 compiled = functools.cache(torch.compile)  # when it is first called, because it imports the compiler

@@ -173,6 +173,30 @@ def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(*gradients))
 
 
+@pytest.mark.parametrize('checkpoint_blocks', [False, True])
+def test_sharding_keeps_the_gradient_of_a_learned_bias(checkpoint_blocks):
+    class Model(model_standard.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            self.slopes = torch.nn.Parameter(torch.ones(config.n_head))
+
+        def score_bias(self, q, k, head):
+            return (k.pos - q.pos) * self.slopes[head]
+    torch.manual_seed(0)
+    idx, gradients = torch.randint(0, 60, (2, 150)), []
+    model = Model(model_standard.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None,
+                                        checkpoint_blocks=checkpoint_blocks))
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    for in_parts in (False, True):
+        if in_parts:
+            shard_model(model, torch.device('cpu'), None)
+        model.zero_grad()
+        model(idx, idx)['loss'].backward()
+        gradients.append([full_tensor(p.grad) for p in model.parameters()])
+    dist.destroy_process_group()
+    assert all(a.any() and torch.equal(a, b) for a, b in zip(*gradients))
+
+
 @pytest.mark.slow
 def test_one_process_resumes_from_a_sharded_checkpoint(trained, tmp_path):
     out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 10)

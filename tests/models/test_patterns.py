@@ -1,11 +1,14 @@
-"""The edits of docs/own_model.md: a pattern per layer, and a bias of scores, against float64."""
+"""The edits of docs/own_model.md: a pattern per layer, and biases of scores, against float64."""
 import importlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
-from references import assert_close, assert_near, decode, dense_attention, loss_and_gradients, random_model
+from references import assert_close, assert_near, decode, dense_attention, dense_mask, loss_and_gradients, random_model
+from torch.nn.attention import flex_attention
 
 import attn_kernels as K
 
@@ -90,3 +93,74 @@ def test_flops_count_each_layers_pairs(edited):
     model = edited.Model(edited.Config(**SIZES, n_head=4))
     seen, _ = masks(edited, None, 512, model.config)
     assert K.mean_keys(model.sees, 512) == pytest.approx(sum(int(layer.sum()) for layer in seen) / 512 / 4)
+
+
+# ---- a learned bias ----
+
+def with_bias(name, **values):
+    """Return a float64 model that learns biases, by stream and distance, and slopes; and tokens."""
+    file = importlib.import_module(f'model_{name}')
+
+    class Model(file.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            self.table = torch.nn.Parameter(torch.empty(2, 8, config.n_head))
+            self.slopes = torch.nn.Parameter(torch.empty(config.n_head))
+
+        def score_bias(self, q, k, head):
+            distance = q.pos - k.pos
+            return self.table[k.stream, distance.clamp(0, 7), head] - distance * self.slopes[head].exp()
+    model, _ = random_model(SimpleNamespace(Model=Model, Config=file.Config), 2, **SIZES | values)
+    return model, torch.randint(0, 60, (2, 150), generator=torch.Generator().manual_seed(1))
+
+
+def defined_mask(model, sees, T, device, doc_start, keys, queries, recurs):
+    """Return dense attention as a mask, with the model's biases as a product with the table."""
+    seen = dense_mask(sees, T, doc_start, keys, queries)
+    position = torch.arange(T)
+    distance = position.repeat(len(queries))[:, None] - position.repeat(len(keys))
+    one_hot = F.one_hot(distance.clamp(0, 7), 8).double().split(T, 1)
+    bias = torch.cat([torch.einsum('qkd,dh->hqk', x, model.table[stream]) for x, stream in zip(one_hot, keys)], 2)
+    return lambda q, k, v: dense_attention(q, k, v, seen, bias - distance * model.slopes.exp()[:, None, None])
+
+
+def dense(model, sees, T, device, doc_start, keys, queries, recurs):
+    return K.dense_mask(model, sees, K.sequence(T, queries, device, doc_start), K.sequence(T, keys, device))
+
+
+def flex(model, sees, *args):
+    return K.Mask('flex', K.flex_mask(sees, model.score_bias, *args[:-1]))
+
+
+@pytest.mark.parametrize('name, values, kernel', [
+    ('standard', dict(eos_id=None), 'tiles'), ('standard', HEADS[1] | dict(eos_id=59, checkpoint_blocks=True), 'tiles'),
+    ('standard', dict(eos_id=59), 'tiles, recomputed'), ('standard', HEADS[1] | dict(eos_id=59), 'dense'),
+    ('sps', dict(eos_id=59, window=20), 'tiles'), ('sps', dict(eos_id=None, window=20), 'tiles, recomputed'),
+    ('standard', HEADS[1] | dict(eos_id=59), 'flex')])
+def test_a_learned_bias_gets_the_gradient_of_float64_attention(name, values, kernel, monkeypatch):
+    """FlexAttention: uncompiled, on a CPU, where PyTorch's own check allows no gradients."""
+    model, idx = with_bias(name, **HEADS[0] | dict(n_layer=2) | values)
+    if kernel == 'tiles, recomputed':
+        monkeypatch.setattr(K, 'MAX_SAVED_SCORES', 0)
+    if kernel == 'dense':
+        monkeypatch.setattr(K, '_new_mask', dense)
+    if kernel == 'flex':
+        monkeypatch.setattr(K, '_new_mask', flex)
+        monkeypatch.setattr(K, 'compiled', lambda function: function)
+        monkeypatch.setattr(flex_attention, '_validate_device', lambda *_: None)
+    got = results(model, idx)
+    monkeypatch.setattr(K, '_new_mask', defined_mask)
+    assert_near(got, results(model, idx), 1e-9)
+
+
+@pytest.mark.parametrize('name', ['standard', 'sps'])
+def test_logits_and_decoding_follow_a_learned_bias(name):
+    """Also without documents, where masks of other patterns are kept."""
+    model, idx = with_bias(name, **HEADS[0], eos_id=None)
+    model, before = model.float().requires_grad_(False), None
+    for change in (model.table.neg_, model.table.data.neg_, model.slopes.zero_):
+        change()
+        logits = model.logits(idx)[..., :60]
+        assert before is None or (logits - before).abs().max() > 0.1
+        assert (decode(model, idx, [90, 1, 4, 55]) - logits).abs().max() < 1e-4
+        before = logits

@@ -1,37 +1,36 @@
-"""Code shared by the models: attention patterns, KV cache, rotary embeddings and a chunked loss.
+"""Attention by a pattern: say which keys a query sees, then train and decode with it at full speed.
 
-An attention pattern is a function `sees(q, k)` in the model file. q and k are `Tokens` with integer
-fields pos, stream and doc_start that broadcast; the result is True where query q attends to key k.
-The standard Transformer's pattern is
+A pattern is a function `sees(q, k)` in the model file. q and k are `Tokens` with integer fields
+pos, stream and doc_start that broadcast; the result is True where query q attends to key k. The
+standard Transformer's pattern is
 
     def sees(self, q, k):
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
 Everything else is derived from it: attention tiles on a CPU, FlexAttention's block mask on a GPU,
-masks for decoding, and the size of the KV cache. An edited pattern both trains and decodes. If
-layers differ, `sees` is a list with a pattern for each layer, and masks are lists, too. A model may
-add `score_bias(q, k, head)` to its scores: a function of tokens and heads, like `sees`.
+masks for decoding, and the size of the KV cache. An edited pattern both trains and decodes:
 
-    patterns        Tokens, document_starts, sequence
-    masks           make_mask: a pattern prepared for a batch, once per step
-    attention       softmax(q k^T / sqrt(D)) v under a mask: by PyTorch, in tiles, or FlexAttention
-    KVCache         decoding state; `Piece.mask` makes its masks
-    layers          rope_table and rotate, checkpointed
-    the loss        CrossEntropy, chunked_loss, counted_targets, mask_padding
-    sizes           check_shape, n_matrix_weights, mean_keys
+    mask = make_mask(model, T, device, doc_start)   training: once per step, for all layers
+    out = attention(q, k, v, mask)                  in each layer: softmax(q k^T / sqrt(D)) v
+    cache = KVCache(model, batch_size, max_tokens)  decoding: its docstring has an example
 
-With two streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T
-of rho. In grouped-query attention, query head h reads key head h // (H / HK).
+If layers differ, `sees` is a list with a pattern for each layer, and masks are lists, too. A method
+`score_bias(q, k, head)` adds to the scores. The rest of what a model needs: `embed.weight`, and in
+`config` n_layer, n_embd, n_head, n_kv_head, head_size, rope_theta and eos_id. At the end of the
+file are rotary embeddings, activation checkpointing, a chunked loss and checks of a Config.
 
-B batch, T positions, H heads, HK key heads, D head size, n tokens of a call, C width, V vocabulary.
+B batch, T positions, D head size, n tokens of a call, S streams, C width, V vocabulary. With two
+streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T of rho.
+In grouped-query attention, H query heads share HK key heads, else HK = H. q is (B, n_q, H, D), k
+and v are (B, n_k, HK, D), and query head h reads key head h // (H / HK).
 """
 import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 TILE_ROWS, KEY_BLOCK = 128, 64  # CPU tiles: query rows, over all streams; keys are loaded in whole blocks
@@ -42,11 +41,8 @@ EMPTY_SLOT = 2 ** 30  # position of empty cache slots: later than any query
 
 
 def outside_graphs(function):
-    """Make a function run eagerly inside a compiled model (decorator).
-
-    Like torch.compiler.disable, which also imports the compiler: a second, even in eager mode.
-    """
-    disabled = torch._disable_dynamo(function)
+    """Make a function run eagerly inside a compiled model (decorator)."""
+    disabled = torch._disable_dynamo(function)  # torch.compiler.disable imports the compiler: a second
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -202,7 +198,7 @@ def attention(q, k, v, mask):
 # ---- dense masks: decoding, and what no other kernel runs ----
 
 def dense_mask(model, sees, q, k, dtype=None):
-    """Return the Mask of tokens q, k with fields (1 or B, n).
+    """Return the Mask of tokens q, k with fields (1 or B, n): (1 or B, 1 or HK, group * n_q, n_k).
 
     dtype: of cached keys, to make it additive once; PyTorch would convert booleans in every layer.
     """
@@ -230,10 +226,10 @@ def _additive(seen, bias, n_head, q, k):
 def _dense_sdpa(q, k, v, seen):
     """Run PyTorch's attention with the data of a `dense_mask`, in the dtype of the keys.
 
-    Query heads that share a key head become rows of one product.
+    The queries of the H / HK heads that share a key head become rows of one product.
     """
     dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[2]
-    q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, HK, group * n, D)
     seen = seen if seen.dtype == torch.bool else seen.to(k.dtype)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), seen)
     return out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
@@ -298,12 +294,12 @@ class _TiledAttention(torch.autograd.Function):
         learned, wide = [], torch.promote_types(k.dtype, torch.float32)  # wide: for sums over many tiles
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for i, (rows, ranges, bias) in enumerate(ctx.tiles):
-            if bias.requires_grad:
-                learned.append(ds.to(bias.dtype).sum_to_size(bias.shape))
             q_tile, k_tile, grad_tile = _take(q, rows), _take(k, ranges), _take(grad, rows)
             p = saved[i] if saved else (q_tile @ k_tile.mT).add_(bias).softmax(-1)
             dp = grad_tile @ _take(v, ranges).mT
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            if bias.requires_grad:
+                learned.append(ds.to(bias.dtype).sum_to_size(bias.shape))
             _put(dq, rows, ds @ k_tile)
             _put(dk, ranges, ds.mT @ q_tile, add=True)
             _put(dv, ranges, p.mT @ grad_tile, add=True)
@@ -376,11 +372,11 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
     return lists
 
 
-    stages = {} if score_mod is None else {'num_stages': 2}  # with 3, tables exceed the shared memory of an H100
 def _flex_attention(q, k, v, block_mask, score_mod):
     from torch.nn.attention.flex_attention import flex_attention
     q, k = q.to(v.dtype), k.to(v.dtype)  # from PyTorch 2.12 on, autocast leaves them in fp32 after qk-norm
     run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+    stages = {} if score_mod is None else {'num_stages': 2}  # with 3, tables exceed the shared memory of an H100
     # not the kernel for fewer than 128 queries: wrong strides in PyTorch 2.11 (issue 175325)
     return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
                kernel_options={'BACKEND': 'TRITON', **stages})
@@ -400,13 +396,18 @@ class KVCache:
         last = cache.end(h)                         h of each row's last token
         cache.rollback(n)                           forget the last n tokens
 
-    The cache records the position and stream of each slot's key, and builds masks by the model's
-    `sees`. If no query sees a stream further back than r positions, the stream gets a ring buffer
-    of r + piece_len slots, else max_tokens slots. rho is stored right to left, before x: the filled
-    slots are one range, which is all that a CPU reads. Padding is written to a spare slot:
+    Each slot's position and stream are recorded, and `sees` makes masks of them. If no query sees a
+    stream further back than r positions, the stream is a ring of r + piece_len slots, else it has
+    max_tokens slots. The positions that the slots hold if r = 2, max_call = 2 and piece_len = 4:
 
-        [ rho of position 2  1  0 | x of position 0  1  2 ...  | spare ]
+        call             slots 0 to 5        lengths
+        a prompt of 5    0  1  2  3  4  -    5
+        a draft of 2     6  1  2  3  4  5    7    6 replaces 0, which is out of reach
+        rollback(1)      6  1  2  3  4  5    6    6 stays in its slot, where the next 6 goes
+        2 more tokens    6  7  2  3  4  5    8    6 and 7 replace the old 6 and 1
 
+    rho is stored right to left, before x, so the filled slots are one range, all that a CPU reads.
+    The last slot gets the padding: [ rho of position 2  1  0 | x of position 0  1  2 ... | spare ].
     max_call: the most tokens of a call with static shapes and rollback; n_streams: 2 for [x | rho].
     """
 
@@ -646,8 +647,7 @@ def mask_padding(logits, n_ids):
 class CrossEntropy(torch.nn.Module):
     """Negative log-likelihood in nats, in fp32, of targets (N,), -1 ignored, given logits (N, V).
 
-    n_ids: leave out padding ids, from n_ids on. On a GPU, train.py compiles it without the head,
-    whose weights would be cast for every chunk: it then makes two passes over the logits.
+    n_ids: leave out padding ids, from n_ids on. On a GPU, train.py compiles it.
     """
 
     dynamic = True  # one compilation for chunks of all lengths

@@ -20,12 +20,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
 
 from attn_kernels import counted_targets
-from lm_architectures.files import UserError, command, friendly_errors
+from lm_architectures.files import UserError, command, friendly_errors, warn_once
 from lm_architectures.machine import devices, parallel, terminal
 from lm_architectures.run import checkpoint, models, records, run_settings
 from lm_architectures.score.validation import validation_loss
@@ -55,7 +56,7 @@ class Settings:
     verify: bool = False  # check the checksum of every shard before the first step
     # batch and length
     batch_size: int = 96  # sequences per optimizer step, over all processes and micro-batches
-    micro_batch_size: int = 8  # sequences per forward pass and process; affects memory and speed, not the result
+    micro_batch_size: int = 8  # sequences per forward pass; only auxiliary losses and dropout feel it (docs/scale.md)
     block_size: int = 4096  # tokens per sequence, T
     max_tokens: int = 20_000_000_000  # tokens to train on, including the decay
     # optimizer
@@ -104,10 +105,14 @@ class Settings:
         return math.ceil(self.max_tokens / self.tokens_per_step)
 
     @property
+    def decay_start(self) -> Fraction:
+        """Tokens after which wsd decays: exact for the decimal digits of decay_fraction."""
+        return self.max_tokens * (1 - Fraction(repr(self.decay_fraction)))
+
+    @property
     def last_before_decay(self) -> int | None:
         """Last step before wsd's decay, from which --extend continues; None without wsd."""
-        is_wsd = self.schedule == 'wsd'
-        return int(self.max_tokens * (1 - self.decay_fraction) // self.tokens_per_step) if is_wsd else None
+        return int(self.decay_start // self.tokens_per_step) if self.schedule == 'wsd' else None
 
 
 # ---- schedule and optimizer ----
@@ -119,7 +124,7 @@ def learning_rate(s: Settings, tokens: int) -> float:
         return s.learning_rate * tokens / s.warmup_tokens
     left = 1.0
     if s.schedule == 'wsd':
-        start = s.max_tokens * (1 - s.decay_fraction)
+        start = float(s.decay_start)
         left = 1 - max(0.0, min(tokens, s.max_tokens) - start) / max(1.0, s.max_tokens - start)
     elif s.schedule == 'cosine':
         done = (tokens - s.warmup_tokens) / max(1, s.max_tokens - s.warmup_tokens)
@@ -142,7 +147,7 @@ def make_optimizer(model: torch.nn.Module, s: Settings):
 
 def check_state(optimizer) -> None:
     """Raise UserError for an optimizer whose state a checkpoint cannot hold."""
-    for key, value in (item for of_param in optimizer.state.values() for item in of_param.items()):
+    for key, value in (item for values in checkpoint.optimizer_parts(optimizer).values() for item in values.items()):
         parts = value if isinstance(value, (list, tuple)) else [value]
         if not isinstance(value, torch.Tensor) and not all(isinstance(x, (int, float, str, type(None))) for x in parts):
             raise UserError(f"the optimizer's state has {key} = {value!r}: a checkpoint holds only tensors, numbers, "
@@ -180,17 +185,23 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> dict[str
     torch.manual_seed(((s.seed << 32) + (step << 10) + machine.rank) % 2 ** 63)  # for dropout
     if hasattr(model, 'begin_step'):
         model.begin_step(random.Random(f'{s.seed} {step}'))
-    for group in optimizer.param_groups:
-        group['lr'] = learning_rate(s, (step + 1) * s.tokens_per_step)
+    rate = learning_rate(s, (step + 1) * s.tokens_per_step)
+    for group in optimizer.param_groups:  # each keeps its ratio to s.learning_rate
+        own = checkpoint.made_with(group).get('lr', s.learning_rate)
+        group['lr'] = rate * (own / s.learning_rate if s.learning_rate else 1)
     parts = {}
     for idx, targets, share, loss_share, is_last in micro_batches(model, data, s, step, machine):
         parallel.reduce_gradients(model, ddp, is_last)  # only on the last micro-batch
         with machine.autocast():
             out = ddp(idx, targets)
+        models.check_forward(out)
         (out['loss'] * (loss_share * machine.world)).backward()  # because DDP and FSDP average over processes
         for name, value in out.items():
             parts[name] = parts.get(name, 0) + value.detach() * (share if name == 'nll' else loss_share)
     parts = dict(zip(parts, parallel.all_reduce(torch.stack([value.float() for value in parts.values()]))))
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if step == 0 else []
+    if unused:
+        warn_once(f'the loss does not depend on {", ".join(unused)}: no gradient in the first step')
     norm = parallel.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     step_if_finite(optimizer, norm, skips)
     optimizer.zero_grad(set_to_none=True)
@@ -327,7 +338,7 @@ def train(s, config, data, record, machine, argv):
             save_due |= stopping or step == s.last_before_decay  # --extend starts from last_before_decay
             if not (log_due or save_due or eval_due):
                 continue
-            line = {'step': step, 'tokens': step * s.tokens_per_step, 'lr': optimizer.param_groups[0]['lr'],
+            line = {'step': step, 'tokens': step * s.tokens_per_step, 'lr': learning_rate(s, step * s.tokens_per_step),
                     **{k: value.item() for k, value in parts.items()}, **meter.read(step), **read_skips(s, step, skips)}
             minutes_left = (s.n_steps - step) * s.tokens_per_step / line['tokens_per_s'] / 60
             progress(f'step {step}/{s.n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
@@ -391,7 +402,7 @@ def main(argv: list[str] | None = None) -> str:
             run_settings.check_settings(s, data, world)
             if s.dry_run:
                 from lm_architectures.run.dry_run import dry_run
-                dry_run(s, config, data, world)
+                dry_run(s, config, data, world, make_optimizer)
             else:
                 claim = records.locked_run(s.out_dir, not s.resume, s.overwrite)
                 with claim if machine.rank == 0 else contextlib.nullcontext():

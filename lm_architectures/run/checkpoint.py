@@ -4,6 +4,7 @@ All processes call these functions. Rank 0 writes the tensors whole, so a checkp
 files however many processes write it, and any number can read it. The files are written to a
 temporary folder, which gets its name when all are on disk: a name stands for a whole checkpoint.
 """
+import copy
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lm_architectures.files import UserError, first_line, is_number, remove, sha256, sync, warn_once, write_json
+from lm_architectures.files import UserError, is_number, remove, sha256, sync, warn_once, write_json
 from lm_architectures.machine import parallel
 
 FILES = ('model.safetensors', 'optimizer.safetensors')  # the second: tensors with '/' in their name
@@ -30,37 +31,32 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
     Random state is not saved: it is a function of seed and step. keep, always: see `remove_older`.
     """
     names, tensors = {p: name for name, p in model.named_parameters()}, checkpoint_tensors(model)
-    rest = {}  # {parameter: {key: what is no tensor}}
-    for p, of_param in optimizer.state.items():
-        for key, value in of_param.items():
+    rest = {}  # {parameter or group: {key: what is no tensor}}
+    for owner, values in optimizer_parts(optimizer).items():
+        name = names.get(owner, owner)
+        for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                tensors[f'{key}/{names[p]}'] = value
+                tensors[f'{key}/{name}'] = value
             else:
-                rest.setdefault(names[p], {})[key] = value
+                rest.setdefault(name, {})[key] = value
     save_checkpoint(folder, step, tensors, {'step': step, 'seconds': seconds, 'optimizer': rest})
     if parallel.rank() == 0:
         remove_older(folder, step, keep, always)
 
 
-def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | None = None) -> tuple[int, float]:
-    """Load the newest undamaged checkpoint up to step `up_to`. Returns (step, seconds trained)."""
-    state, tensors = load_checkpoint(folder, True, up_to)
-    load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
-    on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
-                 for p in group['params']}  # with their step counts
-    params = dict(model.named_parameters())
-    try:
-        for name, tensor in tensors.items():
-            key, is_moment, param = name.partition('/')
-            if is_moment and key == 'step' and params[param] not in on_device:  # on the CPU, as in load_state_dict
-                optimizer.state[params[param]][key] = tensor
-            elif is_moment:
-                optimizer.state[params[param]][key] = shard_like(tensor, params[param])
-        for param, rest in state['optimizer'].items():
-            optimizer.state[params[param]].update(rest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
-    return state['step'], state['seconds']
+def made_with(group: dict) -> dict:
+    """Return what an optimizer's group held when this was first called, before the first step."""
+    return group.setdefault('made_with', copy.deepcopy({key: group[key] for key in group if key != 'params'}))
+
+
+def optimizer_parts(optimizer) -> dict:
+    """Return {parameter: its state} and {'group 0': what the optimizer changed in that group}."""
+    parts = dict(optimizer.state)
+    for i, group in enumerate(optimizer.param_groups):  # Schedule-Free, for example, counts its steps there
+        before = made_with(group)
+        parts[f'group {i}'] = {key: value for key, value in group.items() if key not in ('params', 'made_with', 'lr')
+                               and (isinstance(value, torch.Tensor) or value != before.get(key))}
+    return parts
 
 
 # ---- weights ----
@@ -71,32 +67,12 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict:
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
-def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
-    """Copy named tensors into the model's parameters and buffers. UserError on a mismatch."""
-    own = checkpoint_tensors(model)
-    for name in own | tensors:
-        have, want = (tuple(some[name].shape) if name in some else 'missing' for some in (tensors, own))
-        if have != want:
-            raise UserError(f'{source} does not fit this model: {name} has shape {have}, expected {want}')
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(shard_like(tensor, own[name]))
-
-
 def first_nonfinite(tensors: dict) -> str | None:
     """Return the name of a tensor with a NaN or an infinity in this process's shard, else None."""
     parts = {name: t.to_local() if hasattr(t, 'to_local') else t for name, t in tensors.items()
              if t.is_floating_point()}
     # A sum is ten times faster than isfinite on all elements, but it may overflow.
     return next((name for name, t in parts.items() if not t.sum().isfinite() and not t.isfinite().all()), None)
-
-
-def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the device of `other`, and this process's shard if `other` is sharded."""
-    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
-        return tensor.to(other.device)
-    from torch.distributed.tensor import distribute_tensor
-    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
 
 
 # ---- the checkpoints of a folder ----

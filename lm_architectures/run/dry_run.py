@@ -1,54 +1,63 @@
 """Dry run of train.py: print sizes and costs, and estimate a step's GPU memory.
 
 The estimate runs a step on meta tensors, which have no storage, and counts the bytes they would
-take: `activation_bytes`. Weights, gradients and moments are added.
+take: `activation_bytes`. Weights, gradients and the optimizer's states are added.
 """
+import copy
 import math
 import os
+import traceback
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lm_architectures.files import ROOT, UserError, command, first_line
+from lm_architectures.files import ROOT, UserError, command
 from lm_architectures.machine.devices import pick_dtype
 from lm_architectures.machine.parallel import gathered_modules
 from lm_architectures.run import folders, models
-from lm_architectures.run.muon import hidden_matrices
 
+MOST = 40_000  # operators of a step that are counted, in about 4 s
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
-def dry_run(s, config, data, n_processes: int) -> None:
+def dry_run(s, config, data, n_processes: int, make_optimizer: Callable) -> None:
     """Print the size and cost of a run, its GPU memory, and whether that fits in s.gpu_gib.
 
-    n_processes: they share the weights with parallel = fsdp.
+    n_processes: they share the weights with parallel = fsdp. make_optimizer: train.py's.
     """
     model = meta_model(s.model, config, models.code_folder(s))
     models.describe(s, model, data)
     most = math.ceil(s.batch_size / n_processes)  # sequences per process and step
     n_rows, n_params = min(s.micro_batch_size, most), models.count_parameters(model)
     n_shards = (s.shard or n_processes) if s.parallel == 'fsdp' else 1
-    one_moment = sum(p.numel() for p in hidden_matrices(model)) if s.optimizer == 'muon' else 0
-    held = (16 * n_params - 4 * one_moment) / n_shards  # fp32: weights, gradients (DDP's buffers, too), two moments
+    states, moments = optimizer_bytes(model, lambda model: make_optimizer(model, s)), 'moments'
+    if states is None:
+        states, moments = 8 * n_params, 'two moments, assumed because this optimizer needs data'
+    held = (8 * n_params + states) / n_shards  # fp32: weights, gradients (DDP's buffers, too)
     if n_shards > 1:  # FSDP also holds two whole blocks, and all weights outside blocks
         blocks = [models.count_parameters(module) for module in gathered_modules(model)]
         held += 12 * (n_params - sum(blocks) + 2 * max(blocks, default=0))
         held += 4 * sum(blocks) * (n_rows < most)  # gradients wait for the last micro-batch
     share = f' (1/{n_shards}, and what FSDP gathers)' if n_shards > 1 else ''
-    print(f'estimated memory per process: {held / 2**30:.2f} GiB for weights, gradients and moments{share}', end='',
+    print(f'estimated memory per process: {held / 2**30:.2f} GiB for weights, gradients and {moments}{share}', end='',
           flush=True)
     if any(getattr(module, 'fast', None) for module in model.modules()):
         return print('; activations in the scan of a recurrent model are not estimated')
     dtype = pick_dtype(s.dtype, 'cuda')
     try:
-        needed = held + activation_bytes(model, dtype, s.block_size, n_rows)
-    except (RuntimeError, NotImplementedError) as error:  # an operator without a meta implementation
-        return print(f'; activations cannot be estimated for this model ({type(error).__name__}: {first_line(error)})')
+        with models.model_errors(s.model):
+            needed = held + activation_bytes(model, dtype, s.block_size, n_rows)
+    except TimeoutError:
+        return print(f'; activations are left out: a step of {s.block_size} tokens takes over {MOST:,} operators')
+    except (RuntimeError, TypeError) as error:
+        return print(f'; activations are left out: without data, a step fails {place(error)}')
     print(f', {needed / 2**30:.2f} GiB at the peak of a step on a GPU, with micro-batches of {n_rows} and matrix '
           f'products in {str(dtype)[6:]}')
     if s.gpu_gib is not None:  # 5% are for the driver and fragmentation
@@ -63,10 +72,18 @@ def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
         with torch.device('meta'), models.model_errors(name):
             return models.model_file(name, code).Model(config)
     except (RuntimeError, TypeError) as error:
-        if not any(word in str(error).lower() for word in ('overflow', 'meta tensor')):
+        if not any(word in str(error).lower() for word in ('overflow', 'meta')):
             raise
-        raise UserError(f'model {name!r} is too large, or its __init__ reads a value from a tensor, which fails on the '
-                        f'meta device: {first_line(error)}')
+        raise UserError(f'model {name!r} is too large, or its __init__ reads a value from a tensor without data: it '
+                        f'fails {place(error)}')
+
+
+def place(error: Exception) -> str:
+    """Return where an error arose, outside of libraries and this file: 'in FILE, line 7: CODE'."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if 'site-packages' not in frame.filename and frame.filename != __file__:
+            return f'in {os.path.basename(frame.filename)}, line {frame.lineno}: {frame.line}'
+    return 'in its backward pass'
 
 
 def assumed_data(s, record) -> SimpleNamespace:
@@ -94,7 +111,38 @@ def build_hint(s, tokenizer: str) -> str:
     return f'. To build it: {make}'
 
 
-# ---- the bytes of a step on meta tensors ----
+# ---- the bytes of a step on tensors without storage ----
+
+class UnknownNumbersAreOne(TorchDispatchMode):
+    """Let an optimizer read numbers, such as norms, from tensors without storage."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        try:
+            return operator(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            return 1
+
+
+def optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable) -> int | None:
+    """Return the bytes of an optimizer's states, None if it cannot step without data.
+
+    model: on the meta device.
+    """
+    model = copy.deepcopy(model)
+    with FakeTensorMode(), UnknownNumbersAreOne():
+        fakes = {p: torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
+                 for p in model.parameters()}  # on the CPU: fused optimizers refuse the meta device
+        for module in model.modules():
+            for name, p in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, fakes[p])
+                fakes[p].grad = torch.empty_like(fakes[p])
+        optimizer = make_optimizer(model)
+        try:
+            optimizer.step()
+        except Exception:  # whatever an optimizer does with the numbers
+            return None
+    return sum(x.nbytes for x in tree_leaves([*optimizer.state.values()]) if isinstance(x, torch.Tensor))
+
 
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of live tensors created inside: `live` now, `peak` at most."""
@@ -102,9 +150,12 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
-        self.sizes = {}  # {address of a storage: its bytes}
+        self.sizes, self.n_operators = {}, 0  # {address of a storage: its bytes}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.n_operators += 1
+        if self.n_operators > MOST:
+            raise TimeoutError  # a recurrence that runs token by token
         if operator is torch.ops.aten.nonzero.default and args[0].is_meta:  # its size depends on the values: assume all
             out = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         else:
@@ -166,7 +217,9 @@ def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows:
     tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
     autocast = torch.autocast('cpu', dtype, enabled=dtype != torch.float32)  # a model may turn it off
     with LiveBytes() as live, torch.device('meta'), autocast, EmulateGPU():
-        loss = model(tokens, tokens)['loss']
+        out = model(tokens, tokens)
+        models.check_forward(out)
+        loss = out['loss']
         # loss.backward() leaves EmulateGPU, and checkpointed blocks would run again without it
         torch.autograd.Variable._execution_engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -11,7 +11,7 @@ import torch
 
 from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, tokenizer_digest
-from lm_architectures.files import ROOT, UserError, command, read_json, warn_once
+from lm_architectures.files import ROOT, UserError, command, first_line, read_json, warn_once
 from lm_architectures.run import checkpoint
 from lm_architectures.run.models import STORED, code_of, given_model, model_file
 from lm_architectures.settings import make_settings, typed
@@ -128,7 +128,7 @@ def load_run(folder, device='cpu', dtype: torch.dtype | None = None, code: str |
         set_compiler_options()  # attention, and GPN's gates, are compiled for each shape
     model = model_file(record['model'], record['code']).Model(portable_config(record, folder))
     state, tensors = checkpoint.load_checkpoint(folder)
-    checkpoint.load_weights(model, tensors, folder)
+    load_weights(model, tensors, folder)
     return model.eval().to(device=device, dtype=dtype), {**record, 'step': state['step']}
 
 
@@ -246,7 +246,31 @@ def restore(s, model: torch.nn.Module, optimizer) -> tuple[int, float]:
             return 0, 0.0
         planned = read_run(s.extend)['settings']['max_tokens']
         source, up_to = s.extend, dataclasses.replace(s, max_tokens=planned).last_before_decay
-    return checkpoint.restore_training(source, model, optimizer, up_to)
+    return restore_training(source, model, optimizer, up_to)
+
+
+def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | None = None) -> tuple[int, float]:
+    """Load the newest undamaged checkpoint up to step `up_to`. Returns (step, seconds trained)."""
+    state, tensors = checkpoint.load_checkpoint(folder, True, up_to)
+    load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
+    on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
+                 for p in group['params']}  # with their step counts
+    params = dict(model.named_parameters())
+    groups = {f'group {i}': group for i, group in enumerate(optimizer.param_groups) if checkpoint.made_with(group)}
+    try:
+        for name, tensor in tensors.items():
+            key, is_moment, owner = name.partition('/')
+            if owner in groups:
+                groups[owner][key] = tensor.to(groups[owner]['params'][0].device)
+            elif is_moment and key == 'step' and params[owner] not in on_device:  # on the CPU, as in load_state_dict
+                optimizer.state[params[owner]][key] = tensor
+            elif is_moment:
+                optimizer.state[params[owner]][key] = shard_like(tensor, params[owner])
+        for owner, rest in state['optimizer'].items():
+            (groups[owner] if owner in groups else optimizer.state[params[owner]]).update(rest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the optimizer's state in {folder} does not fit this model ({first_line(error)})")
+    return state['step'], state['seconds']
 
 
 def load_initial_weights(s, model: torch.nn.Module, idx: torch.Tensor) -> None:
@@ -262,7 +286,7 @@ def load_initial_weights(s, model: torch.nn.Module, idx: torch.Tensor) -> None:
         converted = model.adopt(tensors) if hasattr(model, 'adopt') else tensors
     except ValueError as error:
         raise UserError(f'{source} does not fit this model: {error}')
-    checkpoint.load_weights(model, converted, source)
+    load_weights(model, converted, source)
     print(f'loaded the weights of {source}, step {state["step"]}')
     if new := sorted(converted.keys() - tensors.keys()):
         original, _ = load_run(source, idx.device, code=None if s.resume else s.code)
@@ -276,3 +300,23 @@ def load_initial_weights(s, model: torch.nn.Module, idx: torch.Tensor) -> None:
                             "match the source's and be supported by this model")
         print(f'converted {source}: {", ".join(new)} are new weights; at step 0 the logits differ by at most '
               f'{worst:.1e}')
+
+
+def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
+    """Copy named tensors into the model's parameters and buffers. UserError on a mismatch."""
+    own = checkpoint.checkpoint_tensors(model)
+    for name in own | tensors:
+        have, want = (tuple(some[name].shape) if name in some else 'missing' for some in (tensors, own))
+        if have != want:
+            raise UserError(f'{source} does not fit this model: {name} has shape {have}, expected {want}')
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(shard_like(tensor, own[name]))
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the device of `other`, and this process's shard if `other` is sharded."""
+    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
+        return tensor.to(other.device)
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

@@ -174,6 +174,8 @@ def model_file(name: str, code: str | None = None) -> ModuleType:
     module = sys.modules[f'{package}.model_{name}']
     if missing := [part for part in ('Config', 'Model') if not hasattr(module, part)]:
         raise UserError(f'{files[f"model_{name}"][0]} is not a model file: it has no {missing[0]}')
+    if not dataclasses.is_dataclass(module.Config):
+        raise UserError(f'Config of model {name!r} is not a dataclass: write @dataclass above it')
     return module
 
 
@@ -230,6 +232,15 @@ def model_errors(name: str) -> Iterator[None]:
         raise UserError(f'model {name!r} cannot run here: {error}')
 
 
+def check_forward(out) -> None:
+    """Raise UserError unless a model's forward returned a dict of scalars that training can use."""
+    parts = out if isinstance(out, dict) else {}
+    wrong = {'loss', 'nll'} - parts.keys() or {k for k, x in parts.items() if not torch.is_tensor(x) or x.dim()}
+    if wrong or not parts['loss'].requires_grad:
+        raise UserError(f"forward returned a {type(out).__name__} with a wrong or missing {min(wrong or ['loss'])!r} "
+                        "(docs/own_model.md): expected a dict of scalar tensors with 'nll' and 'loss', with a gradient")
+
+
 def count_parameters(model: torch.nn.Module) -> int:
     """Return the number of parameters, counting tied ones once."""
     return sum(p.numel() for p in model.parameters())
@@ -248,7 +259,7 @@ def describe(s, model, data) -> None:
     print(f'model {s.model}: {n_parameters:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})',
           *amounts, f'{s.n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.tokens_per_step:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''), sep='\n')
-    constant_until = s.max_tokens * (1 - s.decay_fraction * (s.schedule == 'wsd'))
+    constant_until = float(s.decay_start) if s.schedule == 'wsd' else s.max_tokens
     if s.warmup_tokens > constant_until:
         print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '
               f'but the decay begins, or the run ends, after {constant_until:,.0f}')

@@ -1,31 +1,41 @@
 """Any optimizer: a non-finite gradient changes nothing, training resumes bitwise; Muon's share."""
 import copy
+import shutil
 
 import pytest
 import torch
-from conftest import assert_sentence, train_tiny
+from conftest import assert_sentence, losses, run, succeeded, train_tiny, trained_run
 
 import model_gdn
 import model_nextlat
 import train
-from lm_architectures.run import checkpoint
+from lm_architectures.run import checkpoint, folders
+from lm_architectures.run.dry_run import meta_model, optimizer_bytes
+from lm_architectures.run.models import count_parameters, make_config
 from lm_architectures.run.muon import hidden_matrices
 
 
 class WithHistory(torch.optim.Optimizer):
-    """SGD by the mean of all gradients, with various things in its state."""
+    """SGD by the mean of all gradients, with various things in its state and its groups."""
 
-    def __init__(self, params):
-        super().__init__(params, {'lr': 0.1})
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {'lr': lr, 'n': 0, 'total': torch.zeros(())})
 
     @torch.no_grad()
     def step(self):
-        for p in (p for group in self.param_groups for p in group['params'] if p.grad is not None):
-            state = self.state[p]
-            state['n'] = state.get('n', 0) + 1
-            state['sum'] = state.get('sum', 0) + p.grad
-            state |= {'name': 'x', 'none': None, 'rates': [0.1 ** state['n'], 2], 'half': p.grad.bfloat16()}
-            p.sub_(state['sum'] / state['n'], alpha=state['rates'][0])
+        for group in self.param_groups:
+            group['n'] += 1
+            group['total'] = group['total'] + 1
+            for p in (p for p in group['params'] if p.grad is not None):
+                state = self.state[p]
+                state['sum'] = state.get('sum', 0) + p.grad
+                state |= {'name': 'x', 'none': None, 'rates': [group['n'] ** -0.5, 2], 'half': p.grad.bfloat16()}
+                p.sub_(state['sum'] / group['total'], alpha=group['lr'] * state['rates'][0])
+
+
+class Broken(WithHistory):
+    def step(self):
+        raise ValueError('needs data')
 
 
 OPTIMIZERS = {
@@ -48,6 +58,8 @@ def step(model, optimizer, seed, scale=1.0):
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
     (scale * model(x).square().sum()).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        checkpoint.made_with(group)  # as in `train_step`
     train.step_if_finite(optimizer, norm, torch.zeros(3))
     optimizer.zero_grad()
 
@@ -73,7 +85,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_training_resumes_bitwise(
     train.check_state(optimizer)
     checkpoint.save_training(tmp_path, model, optimizer, 3, 1.5, keep=2)
     again, its_optimizer = make(name)
-    assert checkpoint.restore_training(tmp_path, again, its_optimizer) == (3, 1.5)
+    assert folders.restore_training(tmp_path, again, its_optimizer) == (3, 1.5)
     assert again.saved.equal(model.saved) and not again.scratch.any()  # buffers
     for seed in range(4, 6):
         step(model, optimizer, seed)
@@ -93,6 +105,40 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_a_sentence_before_any_save(tin
     monkeypatch.setattr(train, 'make_optimizer', optimizer)
     assert_sentence(train_tiny(tiny_data, tmp_path / 'out'), f'seen = {seen}: a checkpoint holds only tensors')
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.slow
+def test_groups_keep_the_ratio_of_their_rates_and_their_numbers_also_resumed(tiny_data, tmp_path, monkeypatch):
+    rates, step = [], train.step_if_finite
+
+    def make_optimizer(model, s):
+        first, *rest = model.parameters()
+        return WithHistory([{'params': [first], 'lr': s.learning_rate / 10}, {'params': rest}], s.learning_rate)
+
+    def step_if_finite(optimizer, *args):
+        rates.append([group['lr'] for group in optimizer.param_groups])
+        step(optimizer, *args)
+    monkeypatch.setattr(train, 'make_optimizer', make_optimizer)
+    monkeypatch.setattr(train, 'step_if_finite', step_if_finite)
+    out = trained_run(tiny_data, tmp_path / 'run')
+    want = losses(out)
+    assert [rate for _, rate in rates] == [lr for _, _, lr, _ in want.values()]
+    assert [rate for rate, _ in rates] == pytest.approx([rate / 10 for _, rate in rates]) and rates[0] < rates[3]
+    shutil.rmtree(out / 'ckpt/step_00000020')
+    succeeded(run('train.py', f'--out_dir={out}', '--resume'))
+    assert losses(out) == want and rates[-2:] == rates[18:20]
+
+
+def test_a_dry_run_counts_the_states_that_an_optimizer_has():
+    model = meta_model('standard', make_config('standard', dict(n_layer=2, n_head=2, n_embd=64, n_ids=300)))
+    n, s = count_parameters(model), train.Settings()
+    rows_and_columns = sum(sum(p.shape) if p.dim() > 1 else p.numel() for p in model.parameters())
+    n_tensors = len([*model.parameters()])
+    for make, want in ((lambda m: train.make_optimizer(m, s), 8 * n + 4 * n_tensors),
+                       (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9), 4 * n),
+                       (lambda m: torch.optim.Adafactor(m.parameters()), 4 * (rows_and_columns + n_tensors)),
+                       (lambda m: torch.optim.SGD(m.parameters()), 0), (lambda m: Broken(m.parameters()), None)):
+        assert optimizer_bytes(model, make) == want
 
 
 # ---- Muon ----

@@ -26,7 +26,7 @@ from lm_architectures.data.text.writing import write_data
 from lm_architectures import files
 from lm_architectures.files import UserError
 from lm_architectures.machine import devices
-from lm_architectures.run import checkpoint, folders, models, records, run_settings
+from lm_architectures.run import checkpoint, dry_run, folders, models, records, run_settings
 from lm_architectures.run.dry_run import FusedCrossEntropy, LiveBytes, activation_bytes, meta_model
 from lm_architectures.score.validation import loss_on_source
 
@@ -236,6 +236,9 @@ def test_learning_rate_schedules():
     assert train.learning_rate(s, 1000) == 1
     s.schedule, s.decay_fraction = 'wsd', 0.0
     assert train.learning_rate(s, 1100) == 1
+    for percent in range(1, 100):  # exact, as with integers
+        s = train.Settings(batch_size=32, block_size=128, max_tokens=20_000 * 4096, decay_fraction=percent / 100)
+        assert s.last_before_decay == 200 * (100 - percent)
 
 
 @pytest.mark.parametrize('name, values', [
@@ -312,6 +315,9 @@ def test_a_dry_run_without_data_prints_assumptions_how_to_make_the_data_and_whet
     assert 'a step does not fit 0.0001 GiB' in small and 'vocabulary of 300 ids' in small
     shown = run('train.py', ROOT / 'config/gpn/gpn_130m.py', '--dry_run').stdout
     assert '129,151,902 parameters' in shown and gpn_130m.make_data.partition('prepare_fineweb.py')[2] in shown
+    monkeypatch.setattr(dry_run, 'MOST', 1000)
+    shown = run('train.py', *args, '--model=context_ready', '--bptt=True', '--assumed_ids=300').stdout
+    assert 'activations are left out: a step of 32 tokens takes over 1,000 operators' in shown
     assert list(tmp_path.iterdir()) == []
 
 

@@ -183,6 +183,8 @@ def attention(q, k, v, mask):
     """
     if callable(mask):
         return mask(q, k, v)
+    if isinstance(mask, list):
+        raise ValueError('sees is a list, and so is the mask: for block, layer_mask in zip(self.blocks, mask): ...')
     if mask.kind == 'dense':
         return _dense_sdpa(q, k, v, mask.data)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, n, D)
@@ -756,9 +758,10 @@ def check_shape(c, **least):
 
 
 def n_matrix_weights(module):
-    """Count the weights of all matrices but embeddings: each costs 2 FLOPs per token."""
-    return sum(p.numel() for part in module.modules() if not isinstance(part, torch.nn.Embedding)
-               for p in part.parameters(recurse=False) if p.dim() >= 2)
+    """Count the matrix weights that a token uses, without embeddings: `active_share` of experts."""
+    own = 0 if isinstance(module, torch.nn.Embedding) else sum(
+        p.numel() for p in module.parameters(recurse=False) if p.dim() >= 2)
+    return (own + sum(map(n_matrix_weights, module.children()))) * getattr(module, 'active_share', 1)
 
 
 def mean_keys(sees, T, keys=(0,), queries=None):

@@ -254,8 +254,10 @@ class Model(nn.Module):
 
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
-        c, layers = self.config, Counter(map(self.streams, range(self.config.n_layer)))
-        keys = sum(n * mean_keys(self.sees, T, *streams) for streams, n in layers.items())
+        c = self.config
+        patterns = self.sees if isinstance(self.sees, list) else [self.sees] * c.n_layer
+        layers = Counter(zip(patterns, map(self.streams, range(c.n_layer))))
+        keys = sum(n * mean_keys(sees, T, *streams) for (sees, streams), n in layers.items())
         used = n_matrix_weights(self) + n_matrix_weights(self.blocks[self.n_x_layers:-1])  # again, for the 2nd stream
         used += 2 * c.n_embd * c.n_kv_head * c.head_size  # keys and values of the other stream in the last layer
         return 6 * used + 12 * c.n_head * c.head_size * keys

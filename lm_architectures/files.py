@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import IO
@@ -48,8 +48,9 @@ def friendly_errors(argv: list[str] | None) -> Iterator[None]:
         return
     program = Path(sys.argv[0]).name
     try:
-        yield
-        print(end='', flush=True)
+        with redirect_stdout(sys.stdout or open(os.devnull, 'w')):  # closed, as by >&-
+            yield
+            print(end='', flush=True)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output has exited, as in `| head`

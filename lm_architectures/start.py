@@ -20,6 +20,9 @@ def quiet_start() -> None:
     Environment variables that the user has set are kept, except MPLBACKEND.
     """
     os.environ.setdefault('GOMP_SPINCOUNT', SPIN_COUNT)
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        continue  # of a stream that is closed, as by >&-: another file would get it
+    os.close(number)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, 'reconfigure'):
             stream.reconfigure(errors='backslashreplace')

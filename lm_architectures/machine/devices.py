@@ -20,10 +20,11 @@ Device = Literal['auto', 'cuda', 'cpu', 'mps']  # types of the scripts' settings
 DType = Literal['auto', 'bfloat16', 'float32']
 
 QUOTA = Path('/sys/fs/cgroup/cpu.max')  # where Linux shows a container's CPU quota
-PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets
-    'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H200 NVL': 835e12, 'H100': 989e12, 'H200': 989e12, 'H800': 989e12,
-    'A100': 312e12, 'A800': 312e12, 'B200': 2250e12, 'L40S': 362e12, 'L4': 121e12, 'RTX 4090': 165e12,
-    'RTX 3090': 71e12}
+PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets; a MIG slice or a laptop's GPU has a longer name
+    'H100 80GB HBM3': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H200': 989e12, 'H200 NVL': 835e12,
+    'H800': 989e12, 'A100-SXM4-40GB': 312e12, 'A100-SXM4-80GB': 312e12, 'A100-PCIE-40GB': 312e12,
+    'A100 80GB PCIe': 312e12, 'A800-SXM4-80GB': 312e12, 'A800 80GB PCIe': 312e12, 'B200': 2250e12, 'L40S': 362e12,
+    'L4': 121e12, 'GeForce RTX 4090': 165e12, 'GeForce RTX 3090': 71e12}
 
 
 @dataclass
@@ -61,8 +62,7 @@ class Machine:
         """Return the GPU's peak FLOP/s, for MFU in the log, or None if it is not in the list."""
         if self.device.type != 'cuda' or self.dtype != torch.bfloat16:
             return None
-        name = torch.cuda.get_device_name(self.device)
-        return next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)
+        return PEAK_FLOPS.get(torch.cuda.get_device_name(self.device).removeprefix('NVIDIA '))
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)

@@ -1,6 +1,7 @@
 """Scripts elsewhere than on a plain terminal: notebooks, threads, odd streams and environments."""
 import io
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import assert_sentence, train_tiny
+from conftest import TINY, assert_sentence, train_tiny
 
 import train
 from lm_architectures.files import friendly_errors
@@ -39,12 +40,29 @@ def test_a_reader_of_the_output_may_exit():
     assert found.stdout == 'Train a language model.\n' and found.stderr == ''
 
 
+@pytest.mark.slow
+def test_a_run_needs_no_open_streams(tiny_data, tmp_path):
+    """As with >&-. Every script calls `quiet_start` first."""
+    args = shlex.join([*TINY, f'--data={tiny_data}', f'--out_dir={tmp_path}/run', '--max_tokens=256'])
+    assert subprocess.run(f'{sys.executable} train.py {args} <&- >&- 2>&-', shell=True).returncode == 0
+    assert (tmp_path / 'run/loss.png').exists()
+
+
 def test_training_in_a_thread_leaves_signals_alone():
     def catch():
         with terminal.catch_signals() as stop:
             return stop
     with ThreadPoolExecutor() as pool:
         assert pool.submit(catch).result() == []
+
+
+@pytest.mark.parametrize('name, flops', [
+    ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H200', 989e12), ('A100-SXM4-40GB', 312e12),
+    ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
+    ('NVIDIA GeForce RTX 4090 D', None), ('NVIDIA GeForce RTX 3090 Ti', None)])
+def test_only_gpus_of_exactly_a_known_name_have_an_mfu(name, flops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: name)
+    assert devices.Machine(0, 1, torch.device('cuda'), torch.bfloat16).peak_flops() == flops
 
 
 # ---- environment ----

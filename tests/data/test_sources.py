@@ -312,6 +312,7 @@ MANY = gzip.compress(b''.join(b'{"text": "%d", "id": 1}\n' % (i * i) for i in ra
     ('a.jsonl', RECORD + b'[1, 2]\n', 'a.jsonl, line 2 is [1, 2]: expected an object with fields, {"text": ...}'),
     ('a.jsonl', RECORD + b'{"text": 5, "id": 1}\n', "a.jsonl, line 2 has 5 in field 'text': expected text"),
     ('a.jsonl', b'{\n"text": "a"\n}\n{\n"text": "b",\n', 'a.jsonl cannot be read after 3 lines (JSONDecodeError)'),
+    ('a.json', b'[{"text": "a"}, {"text": 5}]', "a.json, item 2 has 5 in field 'text': expected text"),
     ('a.csv', b'id,text\n1,a\n2,b, c\n', 'a.csv cannot be read after 1 rows (ValueError): row 2 has 3 cells'),
     ('a.csv', b'id,text\n1,a\n\n2,b\n3\n', 'a.csv cannot be read after 2 rows (ValueError): row 3 has 1 cells'),
     ('a.csv', b'id,text\n1,a\n2,"b\n3,c\n', 'a.csv cannot be read after 1 rows (Error): unexpected end of data'),

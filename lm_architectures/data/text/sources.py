@@ -77,6 +77,7 @@ class Source:
         for i, (part, unit, read) in enumerate(self.parts[first:], first):
             n = 0
             try:
+                unit = 'item' if unit == 'line' and is_json_list(part) else unit
                 for n, record in read():
                     if i == first and n <= n_read:
                         continue
@@ -195,7 +196,7 @@ def named_error(what: str, error: Exception) -> UserError:
 def json_records(file: str, s: Reading) -> Iterator[tuple]:
     """Read a record per line, per item of a list, or from { alone to } with the same indent."""
     with open_bytes(file) as lines:
-        if '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(BLANK).startswith(b'['):
+        if is_json_list(file):
             yield from enumerate(json.load(lines), 1)
         part, end = [], b''  # the lines of a record so far, and how its last line starts
         for n, line in enumerate(lines, 1):
@@ -207,6 +208,11 @@ def json_records(file: str, s: Reading) -> Iterator[tuple]:
                 part, end = [], b''
         if b''.join(part).strip():
             json.loads(b''.join(part))  # an error: the file was cut
+
+
+def is_json_list(file: str) -> bool:
+    with open_bytes(file) as lines:
+        return '.json' in Path(file.lower()).suffixes and lines.peek(64).lstrip(BLANK).startswith(b'[')
 
 
 def csv_records(file: str, s: Reading) -> Iterator[tuple]:

@@ -1,4 +1,4 @@
-"""Recurrences at full speed on a CPU: compiles a model's own step, as its file writes it.
+"""Recurrences at full speed: compiles a model's own step, as its file writes it.
 
     step(*x, *state) -> state      one token. All are tensors (B, ...); the first one of the new
                                    state is also the output
@@ -14,13 +14,15 @@
 
 Each of the three is a graph of one token, traced from the step and compiled by Inductor once per
 shape. Products of the same input are one product, a group. The gradients of other parameters, such
-as norms' weights, are added token by token. DDP and FSDP see a parameter's gradient once.
+as norms' weights, are added token by token. DDP and FSDP see a parameter's gradient once. On a GPU,
+all tokens of a segment are recorded as one CUDA graph, and under autocast products are narrow.
 
 A step must not depend on values of tensors. Its trace freezes what Python computes, so random
 numbers have to be among x. A parameter that the step reads gets a gradient, if only of zeros.
 
-    B  batch size    T  positions    x, state, z, ...: lists of tensors
+    B  batch size    T  positions    S  tokens of a segment    x, state, z, ...: lists of tensors
 """
+import functools
 import math
 import os
 import shutil
@@ -35,19 +37,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from attn_kernels import at_least_fp32, outside_graphs
 
-from . import warn_once
+from . import triton, warn_once
 
-OPTIONS = {'size_asserts': False, 'cpp.min_chunk_size': 16384}  # less work per call; small loops in one thread
+OPTIONS = {  # of Inductor. On a CPU: less work per call, small loops in one thread; on a GPU: fewer kernels
+    'cpu': {'size_asserts': False, 'cpp.min_chunk_size': 16384}, 'cuda': {'size_asserts': False, 'combo_kernels': True}}
 PARTS, LANES = 8, 16  # parts of a product's matrix, and a multiple of their rows, for SIMD
 
 
 @outside_graphs
 def runs_on(device):
-    """Return True on a CPU with a C++ compiler. Says so, once, if there is none."""
+    """Return True on a GPU with Triton or a CPU with a C++ compiler. Says so, once, without that."""
+    if device.type == 'cuda':
+        return triton is not None
     compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
     if device.type == 'cpu' and not shutil.which(compiler):
         warn_once(f'Recurrences run step by step (slower): no C++ compiler {compiler} (or set CXX)')
     return device.type == 'cpu' and shutil.which(compiler) is not None
+
+
+def on_gpu(tensor):
+    return tensor.is_cuda
 
 
 # ---- a step's products ----
@@ -78,10 +87,18 @@ class _Record(TorchFunctionMode):
 def product(y, w):
     """Return y W^T, (B, n). y: (B, m); w: (n, m).
 
-    A batch of products with parts of W, which threads share better than one product of few rows.
+    On a CPU, a batch of products with parts of W, which threads share better than one of few rows.
     """
+    if on_gpu(y):
+        return y @ w.T
     parts = math.gcd(PARTS, len(w) // LANES) if len(w) % LANES == 0 else 1
     return torch.bmm(y.expand(parts, *y.shape), w.unflatten(0, (parts, -1)).mT).transpose(0, 1).flatten(1)
+
+
+@torch.library.custom_op(f'{__name__.replace(".", "_")}::product_into', mutates_args=('z',))
+def product_into(z: torch.Tensor, y: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> None:
+    """Write y W^T + b to z. Inductor would copy the product to z, in another kernel."""
+    torch.addmm(b, y, w.T, out=z)
 
 
 class _KnownProduct(torch.autograd.Function):
@@ -98,16 +115,16 @@ class _KnownProduct(torch.autograd.Function):
 
 
 class _Compute(TorchFunctionMode):
-    """Computes the products of a step group by group, or takes their known values.
+    """Computes the products of a step group by group and writes them to z, or takes them from z.
 
     names: {id of a parameter: its name}; plain: {name: tensor in its place}. Then y and z are the
     inputs and values of the groups.
     """
 
-    def __init__(self, places, weights, biases, names, plain, known):
+    def __init__(self, places, weights, biases, names, plain, z, known):
         super().__init__()
         self.places, self.weights, self.biases, self.known = iter(places), weights, biases, known
-        self.names, self.plain, self.y, self.z = names, plain, [None] * len(weights), [None] * len(weights)
+        self.names, self.plain, self.y, self.z = names, plain, [None] * len(weights), [*z]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -115,18 +132,23 @@ class _Compute(TorchFunctionMode):
             args, kwargs = tree_map(lambda x: self.plain.get(self.names.get(id(x)), x), (args, kwargs))
             return func(*args, **kwargs)
         i, columns = next(self.places)
-        if self.z[i] is None:
-            w = self.weights[i]
+        if self.y[i] is None:
+            w, b, z = self.weights[i], self.biases[i], self.z[i]
             y = args[0].flatten(0, -2).to(w.dtype)
-            self.z[i] = _KnownProduct.apply(y, w, self.known[i]) if self.known else product(y, w) + self.biases[i]
             self.y[i] = y.detach()
+            if self.known:
+                self.z[i] = _KnownProduct.apply(y, w, z)
+            elif on_gpu(y):
+                product_into(z, y, w, b)
+            else:
+                z.copy_(product(y, w) + b)
         return self.z[i][:, columns].unflatten(0, args[0].shape[:-1])
 
 
 # ---- graphs of one token ----
 
 class Recurrence:
-    """A step for one shape of arguments. Its methods take and return lists of tensors (B, ...).
+    """A step for one shape of arguments. Its methods take and return lists of tensors.
 
     params: what `merge` returns; start: [] or [carry_mask (B,), *first state], see `scan`
 
@@ -136,9 +158,13 @@ class Recurrence:
     plain: names of the parameters that other functions use
     """
 
-    def __init__(self, step, named, arguments):
-        """Trace the step, and group its products by their input. named: {name: parameter}."""
-        self.step, self.named, self.graphs, record = step, named, {}, _Record(named)
+    def __init__(self, step, named, arguments, dtype=None):
+        """Trace the step, and group its products by their input. named: {name: parameter}.
+
+        dtype: of the products, on a GPU; None: that of the weights.
+        """
+        self.step, self.named, self.dtype, self.on_gpu = step, named, dtype, on_gpu(arguments[0])
+        self.graphs, self.recorded, self.placed, record = {}, {}, None, _Record(named)
 
         def inputs(*arguments):
             with record:
@@ -168,13 +194,25 @@ class Recurrence:
                 *(torch.cat([bias(*pair) for pair in group]) for group in self.groups),
                 *(self.named[name] for name in self.plain)]
 
-    def run(self, params, x, start, state, known=()):
-        """Return the state after a token, and the step's products."""
+    def place(self, params):
+        """Return params; on a GPU at fixed addresses, for CUDA graphs, and the groups' in dtype."""
+        if not self.on_gpu:
+            return params
+        if self.placed is None:
+            n = 2 * len(self.groups)
+            with torch.inference_mode(False):
+                self.placed = [torch.empty_like(p, dtype=self.dtype if i < n else None) for i, p in enumerate(params)]
+        for own, p in zip(self.placed, params):
+            own.copy_(p)
+        return self.placed
+
+    def run(self, params, x, start, state, z, known=True):
+        """Return the state after a token, and the step's products, which are written to z unless known."""
         if start:
             state = [torch.where(start[0].view(-1, *[1] * (s.dim() - 1)), s, f) for s, f in zip(state, start[1:])]
         n, names = len(self.groups), {id(p): name for name, p in self.named.items()}
         plain = dict(zip(self.plain, params[2 * n:]))
-        with _Compute(self.places, params[:n], params[n:2 * n], names, plain, known) as products:
+        with _Compute(self.places, params[:n], params[n:2 * n], names, plain, z, known) as products:
             new = self.step(*x, *state)
         kinds = [[(s.shape, s.dtype) for s in tensors] for tensors in (state, new)]
         if isinstance(new, torch.Tensor) or kinds[0] != kinds[1]:
@@ -183,9 +221,8 @@ class Recurrence:
 
     def forward(self, params, x, start, state, out, z):
         """Return the state after a token. Fills out (its first tensor) and z."""
-        state, products = self.run(params, x, start, state)
-        for room, value in zip([*out, *z], [state[0], *products.z]):
-            room.copy_(value)
+        state, _ = self.run(params, x, start, state, z, known=False)
+        out[0].copy_(state[0])
         return state
 
     def rebuild(self, params, x, start, state, z):
@@ -224,59 +261,118 @@ class Recurrence:
             examples = [torch.empty_like(a) for a in tensors]  # make_fx would take a tensor given twice for one input
             graph = make_fx(flat, tracing_mode='fake')(*examples)
             fake = [node.meta['val'] for node in graph.graph.find_nodes(op='placeholder')]  # Inductor caches these
-            self.graphs[function.__name__] = torch._inductor.compile(graph, fake, options=OPTIONS)
+            options = OPTIONS[tensors[0].device.type]
+            self.graphs[function.__name__] = torch._inductor.compile(graph, fake, options=options)
         return self.graphs[function.__name__](*tensors)
 
+    # ---- the tokens of a segment ----
 
-def _tokens(tensors, T):
-    """Turn a list of tensors (T, ...) into T lists."""
-    return [*map(list, zip(*(a.unbind() for a in tensors)))] or [[]] * T
+    def forward_segment(self, params, x, mask, first, state):
+        """Return the state after S tokens, the outputs and z, (S, B, ...), as are x and mask."""
+        S, B = x[0].shape[:2]
+        out = x[0].new_empty(S, *state[0].shape)
+        z = [w.new_empty(S, B * n, len(w)) for w, n in zip(params, self.rows)]
+        for x, row, out_t, z_t in zip(*(_tokens(part, S) for part in (x, mask, [out], z))):
+            state = self.call(self.forward, params, x, [*row, *first], state, out_t, z_t)
+        return state, out, z
 
+    def backward_segment(self, params, x, mask, first, state, z, grad, grad_state, totals):
+        """Return the gradient of the state before S tokens; totals; dx, dz and y (S, B, ...)."""
+        S, chain = len(grad), [state]
+        dx, dz = [torch.empty_like(a) for a in x], [torch.empty_like(v) for v in z]
+        y = [v.new_empty(*v.shape[:2], w.shape[1]) for v, w in zip(z, params)]
+        tokens = [[x, [*row, *first], z, grad, *rooms] for x, row, z, grad, *rooms in zip(
+            *(_tokens(part, S) for part in (x, mask, z, [grad], dx, dz, y)))]
+        for x, start, z, *_ in tokens[:-1]:
+            chain.append(self.call(self.rebuild, params, x, start, chain[-1], z))
+        for x, start, z, grad, *rooms in reversed(tokens):
+            grad_state = self.call(self.backward, params, x, start, chain.pop(), z, grad, grad_state, totals, *rooms)
+        return grad_state, totals, dx, dz, y
+
+    def segment(self, function, params, is_usual, *inputs):
+        """Call one of these two, on a GPU as a CUDA graph if the segment has the usual length."""
+        with torch.autocast(inputs[0][0].device.type, enabled=False):
+            if not is_usual or not self.on_gpu:
+                return function(params, *inputs)
+            key = function.__name__, len(inputs[0][0])
+            if key not in self.recorded:
+                self.recorded[key] = _Graph(functools.partial(function, params), inputs)
+            return self.recorded[key].replay(inputs)
+
+
+def _tokens(tensors, S):
+    """Turn a list of tensors (S, ...) into S lists."""
+    return [*map(list, zip(*(a.unbind() for a in tensors)))] or [[]] * S
+
+
+class _Graph:
+    """A function of lists of tensors, recorded as a CUDA graph. A replay overwrites the last results."""
+
+    def __init__(self, function, inputs):
+        with torch.inference_mode(False), torch.no_grad():
+            self.inputs = tree_map(torch.clone, inputs)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # the first call compiles, which cannot be recorded
+                function(*self.inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's thread may run
+                self.results = function(*self.inputs)
+
+    def replay(self, inputs):
+        for own, a in zip(tree_leaves(self.inputs), tree_leaves(inputs)):
+            own.copy_(a)
+        self.graph.replay()
+        return self.results
+
+
+# ---- all tokens ----
 
 class _Scan(torch.autograd.Function):
     """See `scan`. segments: [(start, end, True if gradients stop there)]; tensors: x, params."""
 
     @staticmethod
-    def forward(ctx, r, segments, mask, first, n_x, *tensors):
+    def forward(ctx, r, segments, mask, first, keep, n_x, *tensors):
         x, params = [a.transpose(0, 1).contiguous() for a in tensors[:n_x]], tensors[n_x:]
-        (T, B), states, state = x[0].shape[:2], [first], first
-        starts = [[*row, *first] for row in _tokens(mask, T)] if mask else [[]] * T
-        out = x[0].new_empty(T, *first[0].shape)
-        z = [w.new_empty(T, B * n, len(w)) for w, n in zip(params, r.rows)]
-        xs, outs, zs = (_tokens(part, T) for part in (x, [out], z))
-        for _, b, _ in segments:
-            for t in range(segments[len(states) - 1][0], b):
-                state = r.call(r.forward, params, xs[t], starts[t], state, outs[t], zs[t])
-            states.append(state)
-        ctx.save_for_backward(*x, *params, *z, *(s for state in states[:-1] for s in state))
-        ctx.others = r, segments, starts, [len(x), len(params), len(z), *[len(first)] * len(segments)]
+        placed, state, kept = r.place(params), first, []
+        out = x[0].new_empty(len(x[0]), *first[0].shape)
+        for a, b, _ in segments:
+            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], first if mask else []
+            after, out[a:b], z = r.segment(r.forward_segment, placed, b - a == segments[0][1], *inputs, state)
+            if r.on_gpu:  # the next replay overwrites these
+                after, z = tree_map(torch.clone, (after, z))
+            if keep:
+                kept += state, z
+            state = after
+        ctx.save_for_backward(*x, *params, *mask, *first, *(v for part in kept for v in part))
+        ctx.others = r, segments, [len(x), len(params), len(mask), len(first), *map(len, kept)]
         return out.transpose(0, 1)
 
     @staticmethod
     @once_differentiable
-    @torch.autocast('cpu', enabled=False)
     def backward(ctx, grad):
-        (r, segments, starts, sizes), saved = ctx.others, iter(ctx.saved_tensors)
-        x, params, z, *states = ([next(saved) for _ in range(n)] for n in sizes)
-        n = len(z)
+        (r, segments, sizes), saved = ctx.others, iter(ctx.saved_tensors)
+        x, params, mask, first, *kept = ([next(saved) for _ in range(n)] for n in sizes)
+        n, placed, grad = len(r.groups), r.place(params), grad.transpose(0, 1).contiguous()
         dx, totals = [torch.empty_like(a) for a in x], [torch.zeros_like(p) for p in params]
-        T, grad = len(x[0]), grad.transpose(0, 1).contiguous()
-        xs, zs, grads, dxs = (_tokens(part, T) for part in (x, z, [grad], dx))
-        for (a, b, stops), state in zip(segments[::-1], states[::-1]):
+        plain = totals[2 * n:]
+        for (a, b, stops), state, z in reversed([*zip(segments, kept[::2], kept[1::2])]):
             if stops:
                 grad_state = [torch.zeros_like(s) for s in state]
-            dz = [v.new_empty(b - a, *v.shape[1:]) for v in z]
-            y = [v.new_empty(b - a, v.shape[1], w.shape[1]) for v, w in zip(z, params)]
-            rooms, chain = [*zip(_tokens(dz, b - a), _tokens(y, b - a))], [state]
-            for t in range(a, b - 1):
-                chain.append(r.call(r.rebuild, params, xs[t], starts[t], chain[-1], zs[t]))
-            for t in reversed(range(a, b)):
-                grad_state = r.call(r.backward, params, xs[t], starts[t], chain.pop(), zs[t], grads[t], grad_state,
-                                    totals[2 * n:], dxs[t], *rooms[t - a])
+            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], first if mask else [], state, z
+            grad_state, plain, dx_part, dz, y = r.segment(
+                r.backward_segment, placed, b - a == segments[0][1], *inputs, grad[a:b], grad_state, plain)
+            for room, part in zip(dx, dx_part):
+                room[a:b] = part
             for dw, db, of_z, of_y in zip(totals, totals[n:], dz, y):
-                dw.addmm_(of_z.flatten(0, 1).T, of_y.flatten(0, 1))
-                db.add_(of_z.sum((0, 1)))
-        return *[None] * 5, *[a.transpose(0, 1) for a in dx], *totals
+                of_z, of_y = of_z.flatten(0, 1), of_y.flatten(0, 1)
+                if of_z.dtype == dw.dtype:
+                    dw.addmm_(of_z.T, of_y)
+                else:
+                    dw.add_(of_z.T @ of_y)
+                db.add_(of_z.sum(0))
+        return *[None] * 6, *[a.transpose(0, 1) for a in dx], *totals[:2 * n], *[p.clone() for p in plain]
 
 
 class _Recurrences(dict):
@@ -292,20 +388,22 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
 
     step: a method that reads parameters of module and no buffers; x: list of (B, T, ...); first: a
     constant state, before token 0 and where carry_mask (B, T) is False; bptt_len: gradients stop at
-    multiples of this many tokens. Products have the weights' dtype, all else fp32 or wider, also
-    under autocast.
+    multiples of this many tokens. Products have the weights' dtype, on a GPU that of autocast; all
+    else is fp32 or wider.
     """
     x, first = ([at_least_fp32(a) if a.is_floating_point() else a for a in part] for part in (x, first))
-    first, T = [s.detach().contiguous() for s in first], x[0].shape[1]
+    first, T, kind = [s.detach().contiguous() for s in first], x[0].shape[1], x[0].device.type
     arguments = *(a[:, 0].detach().clone() for a in x), *(s.clone() for s in first)
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters
-    key = (step.__code__, id(step.__self__), module.training, carry_mask is None,
+    is_narrow = kind == 'cuda' and torch.is_autocast_enabled(kind) and first[0].dtype == torch.float32
+    dtype = torch.get_autocast_dtype(kind) if is_narrow else None
+    key = (step.__code__, id(step.__self__), module.training, carry_mask is None, dtype,
            *((name, a.shape, a.dtype) for name, a in [*enumerate(arguments), *named.items()]))
     recurrences = module.__dict__.setdefault('_recurrences', _Recurrences())
-    with torch.autocast('cpu', enabled=False):
-        r = recurrences[key] = recurrences.get(key) or Recurrence(step, named, arguments)
+    with torch.autocast(kind, enabled=False):
+        r = recurrences[key] = recurrences.get(key) or Recurrence(step, named, arguments, dtype)
         r.step, r.named = step, named
         starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len or T)})
         segments = [(a, b, b == T or bptt_len and b % bptt_len == 0) for a, b in zip(starts, [*starts[1:], T])]
         mask = [] if carry_mask is None else [carry_mask.T.contiguous()]
-        return _Scan.apply(r, segments, mask, first, len(x), *x, *r.merge())
+        return _Scan.apply(r, segments, mask, first, torch.is_grad_enabled(), len(x), *x, *r.merge())

@@ -34,9 +34,9 @@ from attn_kernels import (CrossEntropy, at_least_fp32, check_sizes, chunked_loss
 from state_cache import StateCache
 
 try:
-    from scans import gpn, pinned, recurrent
+    from scans import delta, gpn, pinned, recurrent
 except ModuleNotFoundError:  # the folder scans/ is optional
-    gpn = pinned = recurrent = None
+    delta = gpn = pinned = recurrent = None
 
 
 @dataclass
@@ -157,6 +157,7 @@ class Layer(nn.Module):
             self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)  # W_rg, eq. 11
             self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
+            self.delta_rule = delta.fast_on_gpu(delta_rule, read) if delta and c.scan == 'auto' else delta_rule
 
     def forward(self, x, memory, write=None):
         """Apply eq. 7 (eq. 5 without memory). Returns the layer's output (B, C) and the memory.
@@ -170,7 +171,7 @@ class Layer(nn.Module):
             return y, memory
         normed = self.read_norm(x)
         q = l2_normalize(F.relu(self.query(normed).to(x.dtype).unflatten(-1, (self.n_head, -1))))
-        memory, memory_read = delta_rule(memory, *write, q) if write else (memory, read(memory, q))
+        memory, memory_read = self.delta_rule(memory, *write, q) if write else (memory, read(memory, q))
         memory_read = self.out_norm(memory_read.flatten(1))  # RMS in eq. 11, over all heads at once
         return y + self.read_out(F.silu(self.read_gate(normed)) * memory_read), memory  # MemRead, eq. 11
 

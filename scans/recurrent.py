@@ -20,6 +20,9 @@ all tokens of a segment are recorded as one CUDA graph, and under autocast produ
 A step must not depend on values of tensors. Its trace freezes what Python computes, so random
 numbers have to be among x. A parameter that the step reads gets a gradient, if only of zeros.
 
+An operator with kernels of its own, such as scans/delta.py, may have the attribute `keeps`. Then
+its last result is kept, too, and given to it as `known`.
+
     B  batch size    T  positions    S  tokens of a segment    x, state, z, ...: lists of tensors
 """
 import functools
@@ -68,11 +71,12 @@ def weights_of(names, input, weight, bias=None):
 
 
 class _Record(TorchFunctionMode):
-    """Records the products of a step (names of W and b, input y), and its other parameters."""
+    """Records a step's products (names of W and b, input y), other parameters, and kept results."""
 
     def __init__(self, params):
         super().__init__()
         self.names, self.products, self.inputs, self.plain = {id(p): n for n, p in params.items()}, [], [], {}
+        self.kept = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -81,7 +85,10 @@ class _Record(TorchFunctionMode):
             self.inputs.append(args[0])
         else:
             self.plain.update((self.names[id(x)], None) for x in tree_leaves((args, kwargs)) if id(x) in self.names)
-        return func(*args, **kwargs)
+        results = func(*args, **kwargs)
+        if hasattr(func, 'keeps'):
+            self.kept.append(results[-1])
+        return results
 
 
 def product(y, w):
@@ -124,13 +131,18 @@ class _Compute(TorchFunctionMode):
     def __init__(self, places, weights, biases, names, plain, z, known):
         super().__init__()
         self.places, self.weights, self.biases, self.known = iter(places), weights, biases, known
-        self.names, self.plain, self.y, self.z = names, plain, [None] * len(weights), [*z]
+        self.names, self.plain, self.y, self.z = names, plain, [None] * len(weights), [*z[:len(weights)]]
+        self.kept = iter(z[len(weights):])
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is not F.linear or not weights_of(self.names, *args, **kwargs):
             args, kwargs = tree_map(lambda x: self.plain.get(self.names.get(id(x)), x), (args, kwargs))
-            return func(*args, **kwargs)
+            if not hasattr(func, 'keeps'):
+                return func(*args, **kwargs)
+            room = next(self.kept)
+            results = func(*args, **kwargs, known=room if self.known else None)
+            return results if self.known else [*results[:-1], room.copy_(results[-1])]
         i, columns = next(self.places)
         if self.y[i] is None:
             w, b, z = self.weights[i], self.biases[i], self.z[i]
@@ -184,6 +196,7 @@ class Recurrence:
             self.places.append((list(groups).index(numbers[y]), slice(start, start + len(named[w]))))
             group.append((w, b))
         self.groups, self.rows, self.plain = [*groups.values()], [*rows.values()], [*record.plain]
+        self.kept = [torch.empty_like(a) for a in record.kept]
 
     def merge(self):
         """Return the groups' weights, the groups' biases, and other parameters."""
@@ -235,12 +248,13 @@ class Recurrence:
         grad, grad_state: gradients of out, and of the state after the token. Fills dx, dz and y.
         Adds to totals, the gradients of other parameters than the groups'.
         """
-        n = len(params) - len(totals)
+        n, m = len(self.groups), 2 * len(self.groups)
         with torch.enable_grad():
-            plain, x, state, z = ([a.detach().requires_grad_() for a in part] for part in (params[n:], x, state, z))
-            after, products = self.run([*params[:n], *plain], x, start, state, z)
+            plain, x, state, of_groups = ([a.detach().requires_grad_() for a in part]
+                                          for part in (params[m:], x, state, z[:n]))
+            after, products = self.run([*params[:m], *plain], x, start, state, [*of_groups, *z[n:]])
             grads = [(a, g) for a, g in zip(after, [grad_state[0] + grad[0], *grad_state[1:]]) if a.requires_grad]
-            found = iter(torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *z], [g for _, g in grads],
+            found = iter(torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *of_groups], [g for _, g in grads],
                                              materialize_grads=True))
         grad_state = [next(found).contiguous() for _ in state]
         for total in totals:
@@ -272,6 +286,7 @@ class Recurrence:
         S, B = x[0].shape[:2]
         out = x[0].new_empty(S, *state[0].shape)
         z = [w.new_empty(S, B * n, len(w)) for w, n in zip(params, self.rows)]
+        z += [a.new_empty(S, *a.shape) for a in self.kept]
         for x, row, out_t, z_t in zip(*(_tokens(part, S) for part in (x, mask, [out], z))):
             state = self.call(self.forward, params, x, [*row, *first], state, out_t, z_t)
         return state, out, z
@@ -279,8 +294,8 @@ class Recurrence:
     def backward_segment(self, params, x, mask, first, state, z, grad, grad_state, totals):
         """Return the gradient of the state before S tokens; totals; dx, dz and y (S, B, ...)."""
         S, chain = len(grad), [state]
-        dx, dz = [torch.empty_like(a) for a in x], [torch.empty_like(v) for v in z]
-        y = [v.new_empty(*v.shape[:2], w.shape[1]) for v, w in zip(z, params)]
+        dx, dz = [torch.empty_like(a) for a in x], [torch.empty_like(v) for v in z[:len(self.groups)]]
+        y = [v.new_empty(*v.shape[:2], w.shape[1]) for v, w in zip(dz, params)]
         tokens = [[x, [*row, *first], z, grad, *rooms] for x, row, z, grad, *rooms in zip(
             *(_tokens(part, S) for part in (x, mask, z, [grad], dx, dz, y)))]
         for x, start, z, *_ in tokens[:-1]:
@@ -395,7 +410,7 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
     first, T, kind = [s.detach().contiguous() for s in first], x[0].shape[1], x[0].device.type
     arguments = *(a[:, 0].detach().clone() for a in x), *(s.clone() for s in first)
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters
-    is_narrow = kind == 'cuda' and torch.is_autocast_enabled(kind) and first[0].dtype == torch.float32
+    is_narrow = on_gpu(x[0]) and torch.is_autocast_enabled(kind) and first[0].dtype == torch.float32
     dtype = torch.get_autocast_dtype(kind) if is_narrow else None
     key = (step.__code__, id(step.__self__), module.training, carry_mask is None, dtype,
            *((name, a.shape, a.dtype) for name, a in [*enumerate(arguments), *named.items()]))

@@ -60,7 +60,7 @@ def may_import(module):
     if module == f'{L}.hf.wrapper':  # in the exported copy: the run's model
         return 'model_standard'
     if module.startswith('model_'):
-        return rf'attn_kernels|state_cache|scans|scans\.(attention|recurrent|{module.removeprefix("model_")})'
+        return rf'attn_kernels|state_cache|scans|scans\.(attention|delta|recurrent|{module.removeprefix("model_")})'
     if module.startswith('papers.') and '.edits.' in module:
         return r'attn_kernels|model_\w+'
     folder = next((folder for folder in MAY_IMPORT if f'{module}.'.startswith(f'{folder}.')), None)

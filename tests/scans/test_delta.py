@@ -1,0 +1,101 @@
+"""scans/delta.py: Triton kernels against the equations of model_gpn.py, alone and in whole scans."""
+import copy
+
+import pytest
+import torch
+from references import assert_near
+from test_gpn import make, needs_triton, plain_states, results, scale_keys
+from test_recurrent import gpu_form  # noqa: F401  a fixture
+
+import model_gpn as G
+from scans import delta
+
+in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
+
+
+def random_inputs(device, B=3, H=2, K=7, D=45):
+    shapes = (K, D), (K,), (D,), (), (), (K,)
+    return [torch.randn(B, H, *shape, dtype=torch.float64, device=device, requires_grad=True) for shape in shapes]
+
+
+@in_kernels
+@pytest.mark.parametrize('sizes', [dict(), dict(K=8, D=64), dict(H=1, K=5, D=3)], ids=str)
+@pytest.mark.parametrize('known', [False, True])
+def test_kernels_equal_the_plain_function(known, sizes, kernels_device):
+    """Value columns that fill tiles, and parts of them. A known read has the same gradients."""
+    inputs = random_inputs(kernels_device, **sizes)
+    want = G.delta_rule(*inputs)
+    got = delta.kernels(*inputs, known=want[1].detach() if known else None)
+    grads = [torch.randn_like(x) for x in want]
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs, grads), torch.autograd.grad(want, inputs, grads),
+                               rtol=1e-10, atol=1e-10)
+
+
+@in_kernels
+def test_operators_match_their_fake_implementations(kernels_device):
+    inputs = [x.detach() for x in random_inputs(kernels_device)]
+    for operator, args in ((delta._forward_op, inputs), (delta._forward_op, [*inputs[:-1], None]),
+                           (delta._backward_op, [torch.randn_like(x) for x in G.delta_rule(*inputs)] + inputs)):
+        torch.library.opcheck(operator, args, test_utils=('test_schema', 'test_faketensor'))
+
+
+def small_windows(dtype=torch.float64, device='cpu', **values):
+    """Return a model and short windows (2, 7) of several segments: Triton's interpreter is slow."""
+    model, idx = make(segment_len=3, **values)
+    idx = idx[:2, :7].clamp(max=58)
+    idx[0, 0] = idx[0, 2] = idx[1, 1] = idx[1, 3] = idx[1, 5] = 59
+    return model.to(device, dtype), idx.to(device)
+
+
+def set_small_weights(model):
+    """Set weights small enough for meaningful results in 32 and 16 bits."""
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1) if p.dim() == 2 else torch.nn.init.ones_(p)
+
+
+def equations(model, idx):
+    """Return the loss and gradients of the plain equations."""
+    model = copy.deepcopy(model)
+    for layer in model.layers:
+        layer.delta_rule = G.delta_rule
+    return results(model, plain_states(model, idx), idx)
+
+
+@in_kernels
+@pytest.mark.parametrize('values', [dict(n_layer=2, eos_id=59, bptt_len=4), dict(n_head=0),
+                                    dict(n_layer=2, eos_id=59, dtype=torch.float32),
+                                    dict(n_head=3, d_k=33, d_v=70, eos_id=59)], ids=str)
+def test_scans_equal_repeated_steps_with_gradients(values, kernels_device, gpu_form):  # noqa: F811
+    dtype, tolerance = values.get('dtype', torch.float64), 1e-4 if 'dtype' in values else 1e-8
+    model, idx = small_windows(device=kernels_device, **values | dict(dtype=torch.float64))
+    if dtype == torch.float32:
+        set_small_weights(model)
+    if 'd_k' in values:
+        scale_keys(model, 1e-6)
+    want = equations(model, idx)
+    model = model.to(dtype)
+    assert_near(results(model, model.states(idx, compiled=True), idx), want, tolerance)
+
+
+@in_kernels
+def test_bf16_errors_are_like_those_of_the_equations(kernels_device, gpu_form):  # noqa: F811
+    """As in training on a GPU: state and memory in fp32, products in bf16.
+
+    Compares errors relative to float64, of the loss and all gradients together. Gradients of
+    products are rounded too, so a larger error is allowed. Single gradients have a wide bound: they
+    may nearly cancel, or pass a ReLU in one form only.
+    """
+    model, idx = small_windows(n_layer=2, eos_id=59, device=kernels_device)
+    set_small_weights(model)
+    exact = equations(model, idx)
+    model = model.float()
+    with torch.autocast(idx.device.type, torch.bfloat16):
+        of_equations, states = equations(model, idx), model.states(idx, compiled=True)
+    assert states.dtype == torch.float32
+    errors = []
+    for found in (of_equations, results(model, states, idx)):
+        errors.append(torch.stack([(found[name] - want).norm() for name, want in exact.items()]))
+    assert 0 < errors[1].norm() < 3 * errors[0].norm()
+    for want, expected, error in zip(exact.values(), *errors):
+        assert want.norm() > 0 and error < 4 * expected + 0.5 * want.norm()

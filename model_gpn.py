@@ -7,8 +7,8 @@ next token is decoded. The memory is written once per token by the gated delta r
 the previous grounded state and a value from the current one.
 
 Read `Write`, `delta_rule`, `Layer` and `Model.step`, the paper's equations, then `Model.loop`,
-which applies them token by token. In training on a CPU, scans/recurrent.py compiles `step` as it is
-written here: an edit trains as fast. On a GPU, scans/gpn.py has kernels for the unedited equations.
+which applies them token by token. In training, scans/recurrent.py compiles `step` as it is written
+here: an edit trains as fast. On a GPU, scans/delta.py has kernels for the unedited `delta_rule`.
 From the official code: the RMSNorms that eq. 4, 8, 9 and 11 do not show, and the biases of Gate_f,
 Gate_p, queries, keys and decay.
 
@@ -34,9 +34,9 @@ from attn_kernels import (CrossEntropy, at_least_fp32, check_sizes, chunked_loss
 from state_cache import StateCache
 
 try:
-    from scans import delta, gpn, pinned, recurrent
+    from scans import delta, recurrent
 except ModuleNotFoundError:  # the folder scans/ is optional
-    delta = gpn = pinned = recurrent = None
+    delta = recurrent = None
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Config:
     n_ffn: int | None = None  # feed-forward width, F; None: 8/3 n_embd, to a multiple of 128 (inferred: 6656 at 2496)
     bptt_len: int | None = None  # truncated BPTT: gradients stop at multiples of this many steps; None: never
     segment_len: int = 32  # steps recomputed at a time in the backward pass; the same result
-    scan: Literal['auto', 'loop', 'fast'] = 'auto'  # loop: the equations; auto: scans/; fast: on a GPU also if edited
+    scan: Literal['auto', 'loop'] = 'auto'  # auto: training uses scans/; loop: it runs the equations token by token
     decoder_bias: bool = False  # learned bias in the decoder (section 7.2; placed as in the official code)
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
     init_std: float = 0.02  # standard deviation of the initial embedding and read_out; others: `init_linear`
@@ -62,8 +62,6 @@ class Config:
 
     def __post_init__(self):
         check_sizes(self, n_head=0, d_emb=1, d_k=1, d_v=1, bptt_len=1, segment_len=1)
-        if self.scan == 'fast' and gpn is None:
-            raise ValueError("scan = 'fast' needs the folder scans/: use 'auto' or 'loop'")
         self.n_ffn = self.n_ffn or max(1, round(8 / 3 * self.n_embd / 128)) * 128
 
 
@@ -195,7 +193,7 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size)
         self.init_weights()
-        self.fast = bool(gpn and pinned(self, gpn))  # for GPUs, unless the equations are edited
+        self.fast = recurrent is not None and c.scan == 'auto'  # training does not run `loop`
 
     def init_weights(self):
         """Initialize all weights as in the official code."""
@@ -284,9 +282,7 @@ class Model(nn.Module):
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         if c.eos_id is not None:
             carry_mask = F.pad(idx[:, :-1] != c.eos_id, (1, 0), value=True)
-        if self.fast and gpn.runs_on(u.device):
-            return gpn.scan_states(self, u, carry_mask)
-        if compiled and recurrent and c.scan != 'loop' and recurrent.runs_on(u.device):
+        if compiled and self.fast and recurrent.runs_on(u.device):
             first = self.first_state(len(u))
             return recurrent.scan(self, self.step, [u], first, carry_mask, c.segment_len, c.bptt_len)
         return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())

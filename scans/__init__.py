@@ -31,12 +31,11 @@ def pinned(model, fast):
     config.scan = 'loop': never; 'fast': always; 'auto': if the model is its file's Model, not a
     subclass, and the digest of the code that `fast` re-implements is one of `fast.PINS`.
     """
-    where = getattr(fast, 'WHERE', '')
     file, cls, name = sys.modules[type(model).__module__], type(model), fast.__name__.rpartition('.')[2]
     if model.config.scan != 'auto':
         return fast if model.config.scan == 'fast' else None
     if cls is not getattr(file, 'Model', None) or cls.__base__.__module__.partition('.')[0] != 'torch':
-        warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step{where}: '
+        warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: '
                    f'scans.{name} does not support subclasses')
         return None
     why, hint = 'it does not implement the edit', ''
@@ -49,7 +48,7 @@ def pinned(model, fast):
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
     is_copy = Path(getattr(file, '__file__', '')).parent.name == 'code'  # stored in a run
-    warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step{where}, without '
+    warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step, without '
                f'scans.{name} ({why})' + hint * (not is_copy))
     return None
 

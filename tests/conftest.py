@@ -30,14 +30,13 @@ if not torch.cuda.is_available():  # tests of the kernels then use Triton's inte
 import scans
 import scans.attention  # noqa: F401  define their kernels for the interpreter
 import scans.delta  # noqa: F401
-import scans.gpn  # noqa: F401
 from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.data.text.writing import write_data
 from lm_architectures.files import warn_once
 from lm_architectures.run import checkpoint, folders, models, records
 
 sys.modules['lm_architectures.scans'] = scans  # one copy for `import model_gpn` and `model_file('gpn')`
-for scan in ('attention', 'delta', 'gdn', 'gpn', 'recurrent'):
+for scan in ('attention', 'delta', 'gdn', 'recurrent'):
     sys.modules[f'lm_architectures.scans.{scan}'] = importlib.import_module(f'scans.{scan}')
 os.environ.pop('TRITON_INTERPRET', None)
 scans.KERNELS_ON_CPU = False

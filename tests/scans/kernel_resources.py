@@ -1,7 +1,7 @@
 """Compile the Triton kernels for an H100 (no GPU needed) and print the resources each one uses.
 
     python tests/scans/kernel_resources.py attention
-    python tests/scans/kernel_resources.py gpn
+    python tests/scans/kernel_resources.py delta
 
 One line per kernel and variant: name, dtype, variant, registers, bytes of stack (spills), bytes of
 shared memory, and the number of wgmma instructions (16-bit tensor cores).
@@ -77,27 +77,18 @@ def attention():
         K._backward(out, q, k, k, doc_start, out, lse, [4096, 64, first])
 
 
-def gpn():
-    """Compile the GPN kernels at the sizes in the paper."""
-    scans.KERNELS_ON_CPU = True
-    from scans import gpn, gpn_gpu
-    done, B, S, L = set(), 2, 2, 2
-    gpn_gpu._launch = lambda kernel, grid, warps, *args: compile_once(
-        done, kernel, (), *args, num_warps=warps, num_stages=1)
-    for documents, dtype, sizes in ((False, torch.bfloat16, (2496, 6656, 15, 128, 256)),
-                                    (True, torch.float32, (2496, 6656, 15, 128, 256)),
-                                    (True, torch.bfloat16, (3184, 8448, 0, 128, 256))):
-        C, n_ffn, H, D_k, D_v = sizes
-        sizes, full = gpn.Sizes(*sizes, L, S, S), lambda *shape: torch.empty(shape, device='meta')
-        shapes = [(C, C), (C,)]
-        for i in range(L):
-            shapes += [(sum(sizes.columns(i)), C), (sum(sizes.columns(i)),), (C, n_ffn + H * D_v)]
-        w = gpn_gpu.KernelSteps([full(*shape) for shape in (*shapes, (H,), (H, D_k))], sizes, 1e-6, dtype)
-        carry, u, k, memory = full(S, B, 1) if documents else None, full(S, B, C), full(B, H, D_k), full(B, H, D_k, D_v)
-        outputs = w.steps(u[0], k, memory, u, carry)[3]
-        saved = [x for i, x in enumerate(outputs) if i != L - 1]
-        w.backward(u, carry, (u, k, memory), (u, u[0], k, memory), saved, False)
+def delta():
+    """Compile the kernels of GPN's memory at the sizes in the paper."""
+    from scans import delta
+    done, B, H, K, D = set(), 2, 15, 128, 256
+    for name in ('_forward_kernel', '_backward_kernel'):
+        launch = functools.partial(compile_once, done, getattr(delta, name), ())
+        setattr(delta, name, collections.defaultdict(lambda launch=launch: launch))
+    memory, k, v, beta = (torch.empty(B, H, *sizes, device='meta') for sizes in ((K, D), (K,), (D,), ()))
+    delta.forward(memory, k, v, beta, beta, k)
+    delta.forward(memory, k, v, beta, beta, None)
+    delta.backward(memory, v, memory, k, v, beta, beta, k)
 
 
 if __name__ == '__main__':
-    {'attention': attention, 'gpn': gpn}[sys.argv[1]]()
+    {'attention': attention, 'delta': delta}[sys.argv[1]]()

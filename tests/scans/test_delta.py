@@ -1,13 +1,15 @@
 """scans/delta.py: Triton kernels against the equations of model_gpn.py, alone and in whole scans."""
 import copy
+import re
 
 import pytest
 import torch
 from references import assert_near
-from test_gpn import make, needs_triton, plain_states, results, scale_keys
+from test_gpn import SMALL, make, needs_triton, plain_states, results, scale_keys
 from test_recurrent import gpu_form  # noqa: F401  a fixture
 
 import model_gpn as G
+import scans
 from scans import delta
 
 in_kernels = lambda test: needs_triton(pytest.mark.slow(test))
@@ -99,3 +101,25 @@ def test_bf16_errors_are_like_those_of_the_equations(kernels_device, gpu_form): 
     assert 0 < errors[1].norm() < 3 * errors[0].norm()
     for want, expected, error in zip(exact.values(), *errors):
         assert want.norm() > 0 and error < 4 * expected + 0.5 * want.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize('edit', [('error = v - read(memory, k)', 'error = v'), ('.sum(-2)', '.mean(-2)')])
+def test_an_edit_runs_without_the_kernels_until_it_is_pinned(edit, import_edited, monkeypatch, capsys):
+    scans.warn_once.cache_clear()
+    file = import_edited('gpn', lambda source: source.replace(*edit))
+    make = lambda **values: file.Model(file.Config(**SMALL | values)).layers[0].delta_rule
+    assert make(scan='loop') is file.delta_rule and capsys.readouterr().err == ''
+    assert make() is file.delta_rule
+    pin = re.search(r"model_edited.delta_rule was edited.* add '(\w+)' to PINS", capsys.readouterr().err)[1]
+    monkeypatch.setattr(delta, 'PINS', {pin})
+    assert make() is not file.delta_rule and capsys.readouterr().err == ''
+
+
+def test_unedited_equations_have_kernels(capsys):
+    scans.warn_once.cache_clear()
+    model = G.Model(G.Config(**SMALL))
+    assert (model.layers[0].delta_rule is not G.delta_rule) == (scans.triton is not None)
+    inputs = random_inputs('cpu')
+    torch.testing.assert_close(model.layers[0].delta_rule(*inputs), G.delta_rule(*inputs))
+    assert capsys.readouterr().err == ''

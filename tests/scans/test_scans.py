@@ -13,16 +13,14 @@ import pytest
 import torch
 from conftest import ROOT, run_subprocess, succeeded
 from references import assert_near, decode, loss_and_gradients, random_model
+from test_gpn import SMALL
 
 import scans
-from scans import gdn, gpn
+from scans import gdn
 
-FAST = {'gpn': gpn, 'gdn': gdn}  # {NAME: fast form of model_NAME.py}
-MODELS = {name: fast.SMALL for name, fast in FAST.items()}
-PINNED = {
-    'gpn': 'RMSNorm l2_normalize read delta_rule Write Model.write_type Layer choose_rows Model.__init__ Model.ground '
-           'Model.predict Model.step Model.first_state Model.loop',
-    'gdn': 'read Block.step Block.loop'}
+FAST = {'gdn': gdn}  # {NAME: fast form of model_NAME.py}
+MODELS = {'gpn': SMALL, 'gdn': gdn.SMALL}
+PINNED = {'gdn': 'read Block.step Block.loop'}
 
 
 def make(file, name, **values):
@@ -85,7 +83,7 @@ def test_an_edited_equation_trains_and_decodes(name, import_edited):
     assert results(*make(file, name, scan='loop'))[0] == new_loss
 
 
-@pytest.mark.parametrize('name', EDITS)
+@pytest.mark.parametrize('name', FAST)
 def test_the_digest_of_an_edit_is_printed_and_enables_the_fast_form(name, import_edited, monkeypatch, capsys):
     file = import_edited(name, lambda source: re.sub(rf'\b{EDITS[name][0]}\b', 'other_name', source))
     scans.warn_once.cache_clear()
@@ -100,7 +98,7 @@ def test_moving_a_statement_out_of_a_block_is_an_edit():
     assert scans.digest(inside) != scans.digest(outside)
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', FAST)
 def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, import_edited, capsys):
     def commented(source):
         source = re.sub(r'(?m)^( +(def|for|if|return) .*)$', r'\1  # a comment', source)
@@ -109,7 +107,7 @@ def test_comments_docstrings_and_code_around_the_recurrence_can_change(name, imp
     assert make(import_edited(name, commented), name)[0].fast and capsys.readouterr().err == ''
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', FAST)
 def test_renamed_functions_and_subclasses_run_the_equations_unless_scan_is_fast(name, capsys, monkeypatch):
     file = importlib.import_module(f'model_{name}')
     scans.warn_once.cache_clear()
@@ -134,10 +132,10 @@ for name, values in models.items():
     with torch.no_grad():
         logits = model.extend(idx, model.new_cache(2, 23, 3), all_positions=True)
         assert not model.fast and (logits - model.logits(idx))[..., :60].abs().max() < 1e-4
-    try:
-        file.Model(file.Config(**values, scan='fast'))
-    except ValueError as error:
-        print(error)
+try:
+    file.Model(file.Config(**values, scan='fast'))  # of the last file, GDN
+except ValueError as error:
+    print(error)
 """
 
 
@@ -147,4 +145,4 @@ def test_the_scans_folder_can_be_deleted(tmp_path):
         shutil.copy(ROOT / path, tmp_path)
     (tmp_path / 'script.py').write_text(f'import importlib, torch\nmodels = {MODELS}\n{WITHOUT_SCANS}')
     result = succeeded(run_subprocess(tmp_path / 'script.py'))
-    assert result.stderr == '' and result.stdout.count('needs the folder scans/') == len(MODELS)
+    assert result.stderr == '' and 'needs the folder scans/' in result.stdout

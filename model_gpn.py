@@ -85,6 +85,11 @@ def l2_normalize(x, eps=1e-6):
     return x * (x.square().sum(-1, keepdim=True) + eps ** 2).rsqrt()
 
 
+def key_of(x):
+    """Return keys or queries of length 1, eq. 8, from their projections x (..., K)."""
+    return l2_normalize(F.relu(x))
+
+
 def read(memory, x):
     """Return M^T x per head (M x in the paper): memory (B, H, K, D), x (B, H, K) -> (B, H, D).
 
@@ -96,8 +101,10 @@ def read(memory, x):
 def delta_rule(memory, k, v, beta, decay, q):
     """Write to the memory, eq. 10, and read it. Returns the new memory and the read (B, H, D).
 
-    memory: (B, H, K, D); k, q: (B, H, K); v: (B, H, D); beta, decay: (B, H).
+    memory: (B, H, K, D); k, q: projections of key and query, (B, H, K); v: (B, H, D); beta and
+    decay: (B, H).
     """
+    k, q = key_of(k), key_of(q)
     error = v - read(memory, k)
     memory = decay[..., None, None] * memory + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
     return memory, read(memory, q)
@@ -129,16 +136,16 @@ class Write(nn.Module):
         return -self.log_rate.exp() * F.softplus(a + self.dt_bias)
 
     def forward(self, last, g):
-        """Return k (B, H, K), v (B, H, D), beta and decay (B, H), in fp32 or wider.
+        """Return k (B, H, K), v (B, H, D), beta and decay (B, H), as `delta_rule` takes them.
 
-        last, g: previous and current grounded state, (B, C).
+        last, g: previous and current grounded state, (B, C), in fp32 or wider.
         """
         def heads(x):  # (B, H size) -> (B, H, size)
             return x.to(g.dtype).unflatten(-1, (self.n_head, -1))
 
         normed = self.norm(g)
-        k = l2_normalize(F.relu(heads(self.key(self.norm(last)))))  # eq. 8
-        return k, heads(self.value(normed)), self.write_gate(normed), self.log_decay(normed).exp()
+        k, v = heads(self.key(self.norm(last))), heads(self.value(normed))
+        return k, v, self.write_gate(normed), self.log_decay(normed).exp()
 
 
 class Layer(nn.Module):
@@ -155,7 +162,8 @@ class Layer(nn.Module):
             self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)  # W_rg, eq. 11
             self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
-            self.delta_rule = delta.fast_on_gpu(delta_rule, read) if delta and c.scan == 'auto' else delta_rule
+            has_kernels = delta and c.scan == 'auto'  # for a GPU, unless these functions are edited
+            self.delta_rule = delta.fast_on_gpu(delta_rule, read, key_of, l2_normalize) if has_kernels else delta_rule
 
     def forward(self, x, memory, write=None):
         """Apply eq. 7 (eq. 5 without memory). Returns the layer's output (B, C) and the memory.
@@ -168,8 +176,8 @@ class Layer(nn.Module):
         if self.n_head == 0:
             return y, memory
         normed = self.read_norm(x)
-        q = l2_normalize(F.relu(self.query(normed).to(x.dtype).unflatten(-1, (self.n_head, -1))))
-        memory, memory_read = self.delta_rule(memory, *write, q) if write else (memory, read(memory, q))
+        q = self.query(normed).to(x.dtype).unflatten(-1, (self.n_head, -1))
+        memory, memory_read = self.delta_rule(memory, *write, q) if write else (memory, read(memory, key_of(q)))
         memory_read = self.out_norm(memory_read.flatten(1))  # RMS in eq. 11, over all heads at once
         return y + self.read_out(F.silu(self.read_gate(normed)) * memory_read), memory  # MemRead, eq. 11
 

@@ -16,25 +16,36 @@ from torch.overrides import wrap_torch_function
 
 from . import constexpr, digest, jit, kernels_on_cpu, tl, triton, warn_once
 
-PINS = {'6740ebc1e211fbfd'}  # digests of `delta_rule` and what it calls
+PINS = {'5c5bdbd2fb554561'}  # digests of `delta_rule` and what it calls
+EPS = constexpr(1e-6) if triton else None  # of `l2_normalize`
 COLUMNS, WARPS = 32, 4  # columns of M (value dimensions) that a program computes at a time
+
+
+@jit
+def _key_of(x, row, K: constexpr):
+    """Return `key_of` of a projection, where its ReLU passes, and 1 / its length."""
+    x = tl.load(x + row, mask=row < K, other=0.0)
+    passed = x > 0
+    x = tl.where(passed, x, 0.0)
+    inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + EPS * EPS)
+    return x * inverse, passed, inverse
 
 
 @jit
 def _forward_kernel(memory, k, v, beta, decay, q, new, read, K: constexpr, D: constexpr, ROWS: constexpr,
                     COLUMNS: constexpr):
-    """Compute some columns of a head. memory, new: (BH, K, D); read: (BH, D), not written without q."""
+    """Compute some columns of a head. memory, new: (BH, K, D); read: (BH, D), only with q."""
     head, row = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     seen = (row < K)[:, None] & (column < D)[None, :]
     place = head * K * D + row[:, None] * D + column[None, :]
     m = tl.load(memory + place, mask=seen, other=0.0)
-    key = tl.load(k + head * K + row, mask=row < K, other=0.0)
+    key, _, _ = _key_of(k + head * K, row, K)
     error = tl.load(v + head * D + column, mask=column < D, other=0.0) - tl.sum(m * key[:, None], 0)
     m = tl.load(decay + head) * m + key[:, None] * (tl.load(beta + head) * error)[None, :]
     tl.store(new + place, m, mask=seen)
     if q is not None:
-        query = tl.load(q + head * K + row, mask=row < K, other=0.0)
+        query, _, _ = _key_of(q + head * K, row, K)
         tl.store(read + head * D + column, tl.sum(m * query[:, None], 0), mask=column < D)
 
 
@@ -47,10 +58,11 @@ def _backward_kernel(grad, grad_read, memory, k, v, beta, decay, q, dm, dk, dv, 
     r, and g that of m', including the read's share q gr^T. The gradients are
         q   m' gr               v      gv = beta g^T k    decay   <g, m>
         k   beta g e - m gv     beta   k^T g e            m       decay g - k gv^T
+    where k and q are the keys. Their gradients then pass through `key_of`.
     """
     head, row = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS)
-    key = tl.load(k + head * K + row, mask=row < K, other=0.0)
-    query = tl.load(q + head * K + row, mask=row < K, other=0.0)
+    key, key_passed, key_inverse = _key_of(k + head * K, row, K)
+    query, query_passed, query_inverse = _key_of(q + head * K, row, K)
     b, d = tl.load(beta + head), tl.load(decay + head)
     g_e, m_gv, m_gr, g_m, e_gr = 0 * key, 0 * key, 0 * key, 0 * key, 0 * b  # sums over columns
     for start in range(0, D, COLUMNS):
@@ -69,8 +81,11 @@ def _backward_kernel(grad, grad_read, memory, k, v, beta, decay, q, dm, dk, dv, 
         e_gr += tl.sum(error * gr, 0)
         tl.store(dv + head * D + column, gv, mask=column < D)
         tl.store(dm + place, d * g - key[:, None] * gv[None, :], mask=seen)
-    tl.store(dk + head * K + row, b * g_e - m_gv, mask=row < K)
-    tl.store(dq + head * K + row, d * m_gr + b * key * e_gr, mask=row < K)
+    gk, gq = b * g_e - m_gv, d * m_gr + b * key * e_gr
+    gk = tl.where(key_passed, (gk - key * tl.sum(gk * key, 0)) * key_inverse, 0.0)
+    gq = tl.where(query_passed, (gq - query * tl.sum(gq * query, 0)) * query_inverse, 0.0)
+    tl.store(dk + head * K + row, gk, mask=row < K)
+    tl.store(dq + head * K + row, gq, mask=row < K)
     tl.store(dbeta + head, tl.sum(key * g_e, 0))
     tl.store(ddecay + head, tl.sum(g_m, 0))
 

@@ -15,13 +15,13 @@
 Each of the three is a graph of one token, traced from the step and compiled by Inductor once per
 shape. Products of the same input are one product, a group. The gradients of other parameters, such
 as norms' weights, are added token by token. DDP and FSDP see a parameter's gradient once. On a GPU,
-all tokens of a segment are recorded as one CUDA graph, and under autocast products are narrow.
+the tokens of a segment are recorded as a CUDA graph, and products have the dtype of autocast.
 
 A step must not depend on values of tensors. Its trace freezes what Python computes, so random
 numbers have to be among x. A parameter that the step reads gets a gradient, if only of zeros.
 
-An operator with kernels of its own, such as scans/delta.py, may have the attribute `keeps`. Then
-its last result is kept, too, and given to it as `known`.
+An operator with kernels of its own (scans/delta.py) may have the attribute `keeps`. Its last result
+is then kept like z, and passed to it as `known` in the backward pass.
 
     B  batch size    T  positions    S  tokens of a segment    x, state, z, ...: lists of tensors
 """
@@ -49,7 +49,7 @@ PARTS, LANES = 8, 16  # parts of a product's matrix, and a multiple of their row
 
 @outside_graphs
 def runs_on(device):
-    """Return True on a GPU with Triton or a CPU with a C++ compiler. Says so, once, without that."""
+    """Return True on a GPU with Triton or a CPU with a C++ compiler. Says so, once, without one."""
     if device.type == 'cuda':
         return triton is not None
     compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
@@ -160,7 +160,7 @@ class _Compute(TorchFunctionMode):
 # ---- graphs of one token ----
 
 class Recurrence:
-    """A step for one shape of arguments. Its methods take and return lists of tensors.
+    """A step for one shape of arguments. Its methods take lists of tensors (B, ...) or (S, B, ...).
 
     params: what `merge` returns; start: [] or [carry_mask (B,), *first state], see `scan`
 
@@ -168,6 +168,7 @@ class Recurrence:
     rows: of each group's input, per row of the batch
     places: for each product of the step, in order, its group's index, and its columns there
     plain: names of the parameters that other functions use
+    kept: a result of each operator that keeps one
     """
 
     def __init__(self, step, named, arguments, dtype=None):
@@ -220,7 +221,7 @@ class Recurrence:
         return self.placed
 
     def run(self, params, x, start, state, z, known=True):
-        """Return the state after a token, and the step's products, which are written to z unless known."""
+        """Return the state after a token, and its products: in z if known, else written to z."""
         if start:
             state = [torch.where(start[0].view(-1, *[1] * (s.dim() - 1)), s, f) for s, f in zip(state, start[1:])]
         n, names = len(self.groups), {id(p): name for name, p in self.named.items()}
@@ -248,13 +249,13 @@ class Recurrence:
         grad, grad_state: gradients of out, and of the state after the token. Fills dx, dz and y.
         Adds to totals, the gradients of other parameters than the groups'.
         """
-        n, m = len(self.groups), 2 * len(self.groups)
+        n = len(self.groups)
+        z, kept, weights, plain = z[:n], z[n:], params[:2 * n], params[2 * n:]
         with torch.enable_grad():
-            plain, x, state, of_groups = ([a.detach().requires_grad_() for a in part]
-                                          for part in (params[m:], x, state, z[:n]))
-            after, products = self.run([*params[:m], *plain], x, start, state, [*of_groups, *z[n:]])
+            plain, x, state, z = ([a.detach().requires_grad_() for a in part] for part in (plain, x, state, z))
+            after, products = self.run([*weights, *plain], x, start, state, [*z, *kept])
             grads = [(a, g) for a, g in zip(after, [grad_state[0] + grad[0], *grad_state[1:]]) if a.requires_grad]
-            found = iter(torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *of_groups], [g for _, g in grads],
+            found = iter(torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *z], [g for _, g in grads],
                                              materialize_grads=True))
         grad_state = [next(found).contiguous() for _ in state]
         for total in totals:
@@ -282,30 +283,29 @@ class Recurrence:
     # ---- the tokens of a segment ----
 
     def forward_segment(self, params, x, mask, first, state):
-        """Return the state after S tokens, the outputs and z, (S, B, ...), as are x and mask."""
+        """Return the state after S tokens, the outputs, and z."""
         S, B = x[0].shape[:2]
         out = x[0].new_empty(S, *state[0].shape)
         z = [w.new_empty(S, B * n, len(w)) for w, n in zip(params, self.rows)]
         z += [a.new_empty(S, *a.shape) for a in self.kept]
-        for x, row, out_t, z_t in zip(*(_tokens(part, S) for part in (x, mask, [out], z))):
-            state = self.call(self.forward, params, x, [*row, *first], state, out_t, z_t)
+        for x_t, mask_t, *rooms in _tokens(S, x, mask, [out], z):
+            state = self.call(self.forward, params, x_t, [*mask_t, *first], state, *rooms)
         return state, out, z
 
     def backward_segment(self, params, x, mask, first, state, z, grad, grad_state, totals):
-        """Return the gradient of the state before S tokens; totals; dx, dz and y (S, B, ...)."""
-        S, chain = len(grad), [state]
+        """Return the gradient of the state before S tokens, totals, dx, dz, and y."""
         dx, dz = [torch.empty_like(a) for a in x], [torch.empty_like(v) for v in z[:len(self.groups)]]
         y = [v.new_empty(*v.shape[:2], w.shape[1]) for v, w in zip(dz, params)]
-        tokens = [[x, [*row, *first], z, grad, *rooms] for x, row, z, grad, *rooms in zip(
-            *(_tokens(part, S) for part in (x, mask, z, [grad], dx, dz, y)))]
-        for x, start, z, *_ in tokens[:-1]:
-            chain.append(self.call(self.rebuild, params, x, start, chain[-1], z))
-        for x, start, z, grad, *rooms in reversed(tokens):
-            grad_state = self.call(self.backward, params, x, start, chain.pop(), z, grad, grad_state, totals, *rooms)
+        tokens, chain = _tokens(len(grad), x, mask, z, [grad], dx, dz, y), [state]
+        for x_t, mask_t, z_t, *_ in tokens[:-1]:
+            chain.append(self.call(self.rebuild, params, x_t, [*mask_t, *first], chain[-1], z_t))
+        for x_t, mask_t, z_t, grad_t, *rooms in reversed(tokens):
+            grad_state = self.call(self.backward, params, x_t, [*mask_t, *first], chain.pop(), z_t, grad_t, grad_state,
+                                   totals, *rooms)
         return grad_state, totals, dx, dz, y
 
     def segment(self, function, params, is_usual, *inputs):
-        """Call one of these two, on a GPU as a CUDA graph if the segment has the usual length."""
+        """Call one of these two; on a GPU, as a CUDA graph if the segment has the usual length."""
         with torch.autocast(inputs[0][0].device.type, enabled=False):
             if not is_usual or not self.on_gpu:
                 return function(params, *inputs)
@@ -315,13 +315,13 @@ class Recurrence:
             return self.recorded[key].replay(inputs)
 
 
-def _tokens(tensors, S):
-    """Turn a list of tensors (S, ...) into S lists."""
-    return [*map(list, zip(*(a.unbind() for a in tensors)))] or [[]] * S
+def _tokens(S, *parts):
+    """Turn lists of tensors (S, ...) into S tuples of lists of tensors."""
+    return [*zip(*([*map(list, zip(*(a.unbind() for a in part)))] or [[]] * S for part in parts))]
 
 
 class _Graph:
-    """A function of lists of tensors, recorded as a CUDA graph. A replay overwrites the last results."""
+    """A function of lists of tensors as a CUDA graph. A replay overwrites the last results."""
 
     def __init__(self, function, inputs):
         with torch.inference_mode(False), torch.no_grad():
@@ -348,37 +348,37 @@ class _Scan(torch.autograd.Function):
     """See `scan`. segments: [(start, end, True if gradients stop there)]; tensors: x, params."""
 
     @staticmethod
-    def forward(ctx, r, segments, mask, first, keep, n_x, *tensors):
+    def forward(ctx, r, segments, first, mask, reset, keep, n_x, *tensors):
         x, params = [a.transpose(0, 1).contiguous() for a in tensors[:n_x]], tensors[n_x:]
         placed, state, kept = r.place(params), first, []
         out = x[0].new_empty(len(x[0]), *first[0].shape)
         for a, b, _ in segments:
-            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], first if mask else []
-            after, out[a:b], z = r.segment(r.forward_segment, placed, b - a == segments[0][1], *inputs, state)
+            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], reset, state
+            after, out[a:b], z = r.segment(r.forward_segment, placed, b - a == segments[0][1], *inputs)
             if r.on_gpu:  # the next replay overwrites these
                 after, z = tree_map(torch.clone, (after, z))
             if keep:
                 kept += state, z
             state = after
-        ctx.save_for_backward(*x, *params, *mask, *first, *(v for part in kept for v in part))
-        ctx.others = r, segments, [len(x), len(params), len(mask), len(first), *map(len, kept)]
+        kept = [x, params, mask, reset, *kept]
+        ctx.save_for_backward(*(v for part in kept for v in part))
+        ctx.others = r, segments, [*map(len, kept)]
         return out.transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (r, segments, sizes), saved = ctx.others, iter(ctx.saved_tensors)
-        x, params, mask, first, *kept = ([next(saved) for _ in range(n)] for n in sizes)
+        x, params, mask, reset, *kept = ([next(saved) for _ in range(n)] for n in sizes)
         n, placed, grad = len(r.groups), r.place(params), grad.transpose(0, 1).contiguous()
         dx, totals = [torch.empty_like(a) for a in x], [torch.zeros_like(p) for p in params]
         plain = totals[2 * n:]
         for (a, b, stops), state, z in reversed([*zip(segments, kept[::2], kept[1::2])]):
             if stops:
                 grad_state = [torch.zeros_like(s) for s in state]
-            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], first if mask else [], state, z
-            grad_state, plain, dx_part, dz, y = r.segment(
-                r.backward_segment, placed, b - a == segments[0][1], *inputs, grad[a:b], grad_state, plain)
-            for room, part in zip(dx, dx_part):
+            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], reset, state, z, grad[a:b], grad_state, plain
+            grad_state, plain, parts, dz, y = r.segment(r.backward_segment, placed, b - a == segments[0][1], *inputs)
+            for room, part in zip(dx, parts):
                 room[a:b] = part
             for dw, db, of_z, of_y in zip(totals, totals[n:], dz, y):
                 of_z, of_y = of_z.flatten(0, 1), of_y.flatten(0, 1)
@@ -387,7 +387,7 @@ class _Scan(torch.autograd.Function):
                 else:
                     dw.add_(of_z.T @ of_y)
                 db.add_(of_z.sum(0))
-        return *[None] * 6, *[a.transpose(0, 1) for a in dx], *totals[:2 * n], *[p.clone() for p in plain]
+        return *[None] * 7, *[a.transpose(0, 1) for a in dx], *totals[:2 * n], *[p.clone() for p in plain]
 
 
 class _Recurrences(dict):
@@ -420,5 +420,5 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
         r.step, r.named = step, named
         starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len or T)})
         segments = [(a, b, b == T or bptt_len and b % bptt_len == 0) for a, b in zip(starts, [*starts[1:], T])]
-        mask = [] if carry_mask is None else [carry_mask.T.contiguous()]
-        return _Scan.apply(r, segments, mask, first, torch.is_grad_enabled(), len(x), *x, *r.merge())
+        mask, reset = ([], []) if carry_mask is None else ([carry_mask.T.contiguous()], first)
+        return _Scan.apply(r, segments, first, mask, reset, torch.is_grad_enabled(), len(x), *x, *r.merge())

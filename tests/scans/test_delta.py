@@ -1,4 +1,4 @@
-"""scans/delta.py: Triton kernels against the equations of model_gpn.py, alone and in whole scans."""
+"""scans/delta.py: Triton kernels against the equations of model_gpn.py, alone and in scans."""
 import copy
 import re
 
@@ -104,7 +104,8 @@ def test_bf16_errors_are_like_those_of_the_equations(kernels_device, gpu_form): 
 
 
 @needs_triton
-@pytest.mark.parametrize('edit', [('error = v - read(memory, k)', 'error = v'), ('.sum(-2)', '.mean(-2)')])
+@pytest.mark.parametrize('edit', [('error = v - read(memory, k)', 'error = v'), ('.sum(-2)', '.mean(-2)'),
+                                  ('l2_normalize(F.relu(x))', 'F.relu(x)'), ('eps ** 2', 'eps')])
 def test_an_edit_runs_without_the_kernels_until_it_is_pinned(edit, import_edited, monkeypatch, capsys):
     scans.warn_once.cache_clear()
     file = import_edited('gpn', lambda source: source.replace(*edit))

@@ -311,7 +311,8 @@ class Recurrence:
                 return function(params, *inputs)
             key = function.__name__, len(inputs[0][0])
             if key not in self.recorded:
-                self.recorded[key] = _Graph(functools.partial(function, params), inputs)
+                with torch.inference_mode(False), torch.no_grad():  # training may use evaluation's graph
+                    self.recorded[key] = _Graph(functools.partial(function, params), inputs)
             return self.recorded[key].replay(inputs)
 
 
@@ -324,16 +325,15 @@ class _Graph:
     """A function of lists of tensors as a CUDA graph. A replay overwrites the last results."""
 
     def __init__(self, function, inputs):
-        with torch.inference_mode(False), torch.no_grad():
-            self.inputs = tree_map(torch.clone, inputs)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # the first call compiles, which cannot be recorded
-                function(*self.inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's thread may run
-                self.results = function(*self.inputs)
+        self.inputs = tree_map(torch.clone, inputs)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # the first call compiles, which cannot be recorded
+            function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's thread may run
+            self.results = function(*self.inputs)
 
     def replay(self, inputs):
         for own, a in zip(tree_leaves(self.inputs), tree_leaves(inputs)):

@@ -115,6 +115,21 @@ def test_a_step_with_all_kinds_of_parameters(values, form):
     assert torch.equal(recurrent.scan(copied, copied.step, *arguments), recurrent.scan(module, module.step, *arguments))
 
 
+def test_replays_overwrite_no_results(gpu_form):
+    """Two forward passes, then their backward passes, after one without gradients."""
+    torch.manual_seed(0)
+    module, found = Mixed().double(), []
+    first = [torch.randn(3, 16, dtype=torch.float64), torch.zeros(3, 16, 16, dtype=torch.float64)]
+    x = torch.randn(4, 3, 8, 16, dtype=torch.float64)
+    params = [p for name, p in module.named_parameters() if 'unread' not in name]
+    with torch.inference_mode():
+        recurrent.scan(module, module.step, [*x[:2]], first, segment_len=4)
+    for scan, more in ((plain_scan, {}), (recurrent.scan, dict(segment_len=4))):
+        outs = [scan(module, module.step, [*part], first, **more) for part in x.split(2)]
+        found.append([*outs, *(torch.autograd.grad(out.square().sum(), params) for out in outs)])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
 def test_products_of_one_input_are_one_group():
     model, _ = random_model(model_gpn, 3, **SMALL)
     arguments = torch.randn(3, 24).double(), *model.first_state(3)

@@ -228,10 +228,9 @@ class Recurrence:
         plain = dict(zip(self.plain, params[2 * n:]))
         with _Compute(self.places, params[:n], params[n:2 * n], names, plain, z, known) as products:
             new = self.step(*x, *state)
-        kinds = [[(s.shape, s.dtype) for s in tensors] for tensors in (state, new)]
-        if isinstance(new, torch.Tensor) or kinds[0] != kinds[1]:
+        if isinstance(new, torch.Tensor) or [a.shape for a in new] != [s.shape for s in state]:
             raise ValueError('a step must return the new state: a tuple of tensors like those it was given')
-        return [s.contiguous() for s in new], products
+        return [a.to(s.dtype).contiguous() for a, s in zip(new, state)], products
 
     def forward(self, params, x, start, state, out, z):
         """Return the state after a token. Fills out (its first tensor) and z."""

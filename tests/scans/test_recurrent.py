@@ -181,6 +181,9 @@ class Cell(nn.Module):
     def step(self, x, h):
         return torch.tanh(x + self.recur(h)),
 
+    def of_product(self, x, h):
+        return torch.tanh(self.recur(x + h)),
+
 
 def check(module, step, x, first, tolerance=1e-9):
     found = [{'out': scan(module, step, [x], [first])} for scan in (recurrent.scan, plain_scan)]
@@ -214,6 +217,15 @@ def test_autocast_bf16_inputs_and_steps_that_return_a_tensor():
     torch.testing.assert_close(cell.recur.weight.grad, want)
     with pytest.raises(ValueError, match='must return the new state'):
         recurrent.scan(cell, Wrong().step, [x], [first])
+
+
+def test_a_state_made_of_narrow_products_is_kept_in_fp32(gpu_form):
+    torch.manual_seed(0)
+    cell, x, first, z = Cell(), torch.randn(3, 16), torch.zeros(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)
+    recurrence = recurrent.Recurrence(cell.of_product, dict(cell.named_parameters()), (x, first), torch.bfloat16)
+    state, = recurrence.run(recurrence.place(recurrence.merge()), [x], [], [first], [z], known=False)[0]
+    assert state.dtype == torch.float32
+    torch.testing.assert_close(state, *cell.of_product(x, first), rtol=0, atol=0.03)
 
 
 class Wrong(Cell):

@@ -385,7 +385,7 @@ class _Scan(torch.autograd.Function):
                     dw.addmm_(of_z.T, of_y)
                 else:
                     dw.add_(of_z.T @ of_y)
-                db.add_(of_z.sum(0))
+                db.add_(of_z.sum(0, dtype=db.dtype))
         return *[None] * 7, *[a.transpose(0, 1) for a in dx], *totals[:2 * n], *[p.clone() for p in plain]
 
 

@@ -19,6 +19,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # test workers and subprocesses s
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).resolve().parent.parent
 os.chdir(ROOT)
@@ -34,6 +35,7 @@ from lm_architectures.data.text.tokenizers import load_tokenizer, padded_vocab
 from lm_architectures.data.text.writing import write_data
 from lm_architectures.files import warn_once
 from lm_architectures.run import checkpoint, folders, models, records
+from scans import recurrent
 
 sys.modules['lm_architectures.scans'] = scans  # one copy for `import model_gpn` and `model_file('gpn')`
 for scan in ('attention', 'delta', 'gdn', 'recurrent'):
@@ -77,6 +79,28 @@ def recurrences_are_traced_but_not_compiled(request, monkeypatch):
     """Run the graphs of scans/recurrent.py in Python: compiling one takes 2 to 8 s."""
     if request.node.get_closest_marker('compiles') is None:
         monkeypatch.setattr('torch._inductor.compile', lambda graph, examples, options: graph)
+
+
+class Rerun(recurrent._Graph):
+    """Stand-in for a CUDA graph, with the same input and output tensors in each replay."""
+
+    def __init__(self, function, inputs):
+        def rerun():
+            for own, x in zip(*map(tree_leaves, (self.results, function(*self.inputs)))):
+                own.copy_(x)
+
+        self.inputs = tree_map(torch.clone, inputs)
+        self.results, self.graph = function(*self.inputs), SimpleNamespace(replay=rerun)
+
+
+@pytest.fixture
+def gpu_form(monkeypatch):
+    """Return a GPU, or a CPU that runs the graphs of a GPU, without CUDA graphs."""
+    if torch.cuda.is_available():
+        return 'cuda'
+    monkeypatch.setattr(recurrent, 'on_gpu', lambda tensor: True)
+    monkeypatch.setattr(recurrent, '_Graph', Rerun)
+    return 'cpu'
 
 
 @pytest.fixture(scope='session')

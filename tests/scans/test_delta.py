@@ -6,7 +6,6 @@ import pytest
 import torch
 from references import assert_near
 from test_gpn import SMALL, make, needs_triton, plain_states, results, scale_keys
-from test_recurrent import gpu_form  # noqa: F401  a fixture
 
 import model_gpn as G
 import scans
@@ -68,7 +67,7 @@ def equations(model, idx):
 @pytest.mark.parametrize('values', [dict(n_layer=2, eos_id=59, bptt_len=4), dict(n_head=0),
                                     dict(n_layer=2, eos_id=59, dtype=torch.float32),
                                     dict(n_head=3, d_k=33, d_v=70, eos_id=59)], ids=str)
-def test_scans_equal_repeated_steps_with_gradients(values, kernels_device, gpu_form):  # noqa: F811
+def test_scans_equal_repeated_steps_with_gradients(values, kernels_device, gpu_form):
     dtype, tolerance = values.get('dtype', torch.float64), 1e-4 if 'dtype' in values else 1e-8
     model, idx = small_windows(device=kernels_device, **values | dict(dtype=torch.float64))
     if dtype == torch.float32:
@@ -81,7 +80,7 @@ def test_scans_equal_repeated_steps_with_gradients(values, kernels_device, gpu_f
 
 
 @in_kernels
-def test_bf16_errors_are_like_those_of_the_equations(kernels_device, gpu_form):  # noqa: F811
+def test_bf16_errors_are_like_those_of_the_equations(kernels_device, gpu_form):
     """As in training on a GPU: state and memory in fp32, products in bf16.
 
     Compares errors relative to float64, of the loss and all gradients together. Gradients of

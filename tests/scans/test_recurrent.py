@@ -2,7 +2,6 @@
 import copy
 import importlib
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from conftest import ROOT
 from references import assert_near, random_model
 from test_gpn import SMALL
-from torch.utils._pytree import tree_leaves, tree_map
 
 import model_gpn
 import scans
@@ -27,26 +25,6 @@ def results(model, states):
     loss.backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     return {'loss': loss.detach(), **grads}
-
-
-class Rerun(recurrent._Graph):
-    """Stand-in for a CUDA graph, with the same input and output tensors in each replay."""
-
-    def __init__(self, function, inputs):
-        def rerun():
-            for own, x in zip(*map(tree_leaves, (self.results, function(*self.inputs)))):
-                own.copy_(x)
-
-        self.inputs = tree_map(torch.clone, inputs)
-        self.results, self.graph = function(*self.inputs), SimpleNamespace(replay=rerun)
-
-
-@pytest.fixture
-def gpu_form(monkeypatch):
-    """Run what a GPU runs, but for CUDA graphs if there is none."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(recurrent, 'on_gpu', lambda tensor: True)
-        monkeypatch.setattr(recurrent, '_Graph', Rerun)
 
 
 @pytest.fixture(params=['cpu', 'gpu'])
@@ -118,9 +96,9 @@ def test_a_step_with_all_kinds_of_parameters(values, form):
 def test_replays_overwrite_no_results(gpu_form):
     """Two forward passes, then their backward passes, after one without gradients."""
     torch.manual_seed(0)
-    module, found = Mixed().double(), []
-    first = [torch.randn(3, 16, dtype=torch.float64), torch.zeros(3, 16, 16, dtype=torch.float64)]
-    x = torch.randn(4, 3, 8, 16, dtype=torch.float64)
+    module, found = Mixed().double().to(gpu_form), []
+    first = [torch.randn(3, 16).double().to(gpu_form), torch.zeros(3, 16, 16).double().to(gpu_form)]
+    x = torch.randn(4, 3, 8, 16).double().to(gpu_form)
     params = [p for name, p in module.named_parameters() if 'unread' not in name]
     with torch.inference_mode():
         recurrent.scan(module, module.step, [*x[:2]], first, segment_len=4)

@@ -17,7 +17,6 @@ from torch.overrides import wrap_torch_function
 from . import constexpr, digest, jit, kernels_on_cpu, tl, triton, warn_once
 
 PINS = {'5c5bdbd2fb554561'}  # digests of `delta_rule` and what it calls
-EPS = constexpr(1e-6) if triton else None  # of `l2_normalize`
 COLUMNS, WARPS = 32, 4  # columns of M (value dimensions) that a program computes at a time
 
 
@@ -25,10 +24,9 @@ COLUMNS, WARPS = 32, 4  # columns of M (value dimensions) that a program compute
 def _key_of(x, row, K: constexpr):
     """Return `key_of` of a projection, where its ReLU passes, and 1 / its length."""
     x = tl.load(x + row, mask=row < K, other=0.0)
-    passed = x > 0
-    x = tl.where(passed, x, 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + EPS * EPS)
-    return x * inverse, passed, inverse
+    x = tl.where(x < 0, 0.0, x)  # keeps NaN
+    inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + 1e-12)  # eps ** 2 of `l2_normalize`
+    return x * inverse, x > 0, inverse
 
 
 @jit

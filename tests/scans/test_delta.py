@@ -34,6 +34,14 @@ def test_kernels_equal_the_plain_function(known, sizes, kernels_device):
 
 
 @in_kernels
+def test_a_nan_key_or_query_gives_nan(kernels_device):
+    memory, k, v, beta, decay, q = (x.detach() for x in random_inputs(kernels_device))
+    k[:, 0], q[:, 1] = float('nan'), float('nan')
+    new, read = delta.kernels(memory, k, v, beta, decay, q)
+    assert new[:, 0].isnan().all() and read.isnan().all() and not new[:, 1].isnan().any()
+
+
+@in_kernels
 def test_operators_match_their_fake_implementations(kernels_device):
     inputs = [x.detach() for x in random_inputs(kernels_device)]
     for operator, args in ((delta._forward_op, inputs), (delta._forward_op, [*inputs[:-1], None]),

@@ -312,7 +312,10 @@ def train(s, config, data, record, machine, argv):
     """Train a model. record: config.json of the run to continue. argv: the command line."""
     model = make_model(s, config, data, machine)
     compiled = machine.compiled(model, s.compile)
-    ddp = parallel.wrap_model(model, compiled, machine.device, s.parallel, s.shard)
+    ddp = compiled
+    if machine.world > 1:
+        from lm_architectures.machine import wrapping
+        ddp = wrapping.wrap_model(model, compiled, machine, s)
     optimizer = make_optimizer(model, s)
     step, seconds = 0, 0.0
     if record:

@@ -1,8 +1,7 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-Joining the other processes comes first, then collective operations on values, then the functions
-that wrap a model. All of them also work with a single process. docs/scale.md explains which weights
-FSDP gathers when.
+Joining the other processes comes first, then collective operations on values, then the training of
+a model. All of them also work with a single process. wrapping.py has the rest.
 """
 import atexit
 import os
@@ -96,43 +95,8 @@ def leave_together() -> None:
 
 # ---- the model ----
 
-def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that FSDP gathers one at a time: the blocks.
-
-    A model that reads a block's weights without calling it must set `shard_blocks = False`.
-    """
-    return list(dict.fromkeys(getattr(model, 'blocks', ()))) if getattr(model, 'shard_blocks', True) else []
-
-
-def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
-    """Shard the weights, equal on all processes, in place with FSDP.
-
-    n_shards consecutive ranks hold one copy of the weights (None: all ranks).
-    """
-    from torch.distributed.device_mesh import init_device_mesh  # its import takes a second
-    from torch.distributed.fsdp import fully_shard
-    n_shards = n_shards or world()
-    mesh = init_device_mesh(device.type, (world() // n_shards, n_shards), mesh_dim_names=('copies', 'parts'))
-    if n_shards == world():
-        mesh = mesh['parts']
-    for module in (*gathered_modules(model), model):
-        fully_shard(module, mesh=mesh)
-
-
 def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
-
-
-def wrap_model(model: torch.nn.Module, compiled: torch.nn.Module, device: torch.device, kind: str,
-               n_shards: int | None) -> torch.nn.Module:
-    """Return the module to train. With several processes, kind 'fsdp' shards, 'ddp' wraps it."""
-    if world() == 1:
-        return compiled
-    if kind == 'fsdp':
-        shard_model(model, device, n_shards)
-        return compiled
-    return torch.nn.parallel.DistributedDataParallel(compiled, device_ids=[device] if device.type == 'cuda' else None,
-                                                     gradient_as_bucket_view=True)  # else 4 bytes per weight more
 
 
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lm_architectures.files import ROOT, UserError, command
 from lm_architectures.machine.devices import pick_dtype
-from lm_architectures.machine.parallel import gathered_modules
+from lm_architectures.machine.wrapping import gathered_modules
 from lm_architectures.run import folders, models
 
 MOST = 40_000  # operators of a step that are counted, in about 4 s

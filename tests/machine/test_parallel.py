@@ -15,7 +15,8 @@ from attn_kernels import Mask
 from lm_architectures.data import open_data
 from lm_architectures.files import UserError
 from lm_architectures.machine import devices, parallel
-from lm_architectures.machine.parallel import full_tensor, shard_model
+from lm_architectures.machine.parallel import full_tensor
+from lm_architectures.machine.wrapping import shard_model
 from lm_architectures.run import checkpoint, dry_run, models, run_settings
 
 STEPS = 25

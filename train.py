@@ -266,20 +266,28 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 # ---- the training run ----
 
 def make_model(s, config, data, machine) -> torch.nn.Module:
-    """Return the model on its device, with initial or loaded weights. Sets machine.dtype."""
+    """Return the model on its device, with initial or loaded weights. Sets machine.dtype.
+
+    With FSDP, only rank 0 has weights, and gives the others their shards in wrapping.py.
+    """
+    is_sharded = s.parallel == 'fsdp' and machine.world > 1
     torch.manual_seed(s.seed)
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
-        model = models.model_file(s.model, models.code_folder(s)).Model(config).to(machine.device)
+        if is_sharded and machine.rank > 0:
+            from lm_architectures.run.dry_run import meta_model
+            model = meta_model(s.model, config, models.code_folder(s))
+        else:
+            model = models.model_file(s.model, models.code_folder(s)).Model(config).to(machine.device)
         is_big = models.count_parameters(model) >= 1_000_000  # on CPUs, bf16 pays off from here on
         models.describe(s, model, data)
         machine.dtype = devices.pick_dtype(s.dtype, machine.device.type, is_big)
-        with machine.autocast():
-            model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
+        if not next(model.parameters()).is_meta:
+            with machine.autocast():
+                model.logits(torch.zeros(1, 1, dtype=torch.int64, device=machine.device))
     if s.init_from:
         idx, _ = data.val_batch(range(min(2, data.n_rows('val', s.block_size))), s.block_size)
         from lm_architectures.run import folders
         folders.load_initial_weights(s, model, idx.to(machine.device))
-    is_sharded = s.parallel == 'fsdp' and machine.world > 1
     print(f'{machine.world} process{"es" * (machine.world > 1)} on {machine.device.type}, matrix products in '
           f'{str(machine.dtype)[6:]}' + f', weights in {s.shard or machine.world} shards' * is_sharded)
     return model

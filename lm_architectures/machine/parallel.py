@@ -126,3 +126,11 @@ def gather_weights(model: torch.nn.Module) -> Iterator[None]:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a sharded one; other tensors unchanged."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the device of `other`, and this process's shard if `other` is sharded."""
+    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
+        return tensor.to(other.device)
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

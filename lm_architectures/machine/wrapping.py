@@ -3,8 +3,9 @@
 docs/scale.md explains which weights FSDP gathers when.
 """
 import torch
+import torch.distributed as dist
 
-from lm_architectures.machine.parallel import world
+from lm_architectures.machine.parallel import all_gather, rank, shard_like, world
 
 
 def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -16,7 +17,7 @@ def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
-    """Shard the weights, equal on all processes, in place with FSDP.
+    """Shard rank 0's weights in place with FSDP. On other ranks, the model may be on meta.
 
     n_shards consecutive ranks hold one copy of the weights (None: all ranks).
     """
@@ -26,8 +27,21 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
     mesh = init_device_mesh(device.type, (world() // n_shards, n_shards), mesh_dim_names=('copies', 'parts'))
     if n_shards == world():
         mesh = mesh['parts']
+    whole = _tensors(model)
     for module in (*gathered_modules(model), model):
         fully_shard(module, mesh=mesh)
+    torch.set_rng_state(all_gather(torch.get_rng_state())[0])  # as if all ranks had made the weights
+    if rank() > 0:
+        model.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in _tensors(model).items():  # one at a time, to free what rank 0 has sent
+            full = whole.pop(name) if rank() == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            dist.broadcast(full, 0)
+            tensor.copy_(shard_like(full, tensor))
+
+
+def _tensors(model):
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def wrap_model(model: torch.nn.Module, compiled: torch.nn.Module, machine, s) -> torch.nn.Module:

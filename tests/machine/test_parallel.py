@@ -2,19 +2,21 @@
 import json
 import os
 import shutil
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, STEP_TOKENS, TINY, bit_flips, losses, run, run_subprocess, succeeded
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import model_standard
 import train
 from attn_kernels import Mask
 from lm_architectures.data import open_data
 from lm_architectures.files import UserError
-from lm_architectures.machine import devices, parallel
+from lm_architectures.machine import devices, parallel, wrapping
 from lm_architectures.machine.parallel import full_tensor
 from lm_architectures.machine.wrapping import shard_model
 from lm_architectures.run import checkpoint, dry_run, models, run_settings
@@ -146,6 +148,40 @@ def test_waiting_for_other_processes_and_a_taken_port_are_said(monkeypatch, caps
     assert 'process 0 is waiting for all 2 processes at node7' in capsys.readouterr().err
 
 
+@contextmanager
+def process_group(world=1, rank=0):
+    """Join a group: alone with gloo, or a fake one, in which values of other ranks are lost."""
+    backend, store = ('gloo', dist.HashStore()) if world == 1 else ('fake', FakeStore())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def small_model(name='standard', **settings):
+    """Return a model whose sizes are multiples of 8, with random weights everywhere."""
+    sizes = {'n_layer': 2, 'n_head': 2, 'n_embd': 32, 'vocab_size': 64, 'n_ids': 60, 'eos_id': None}
+    torch.manual_seed(0)
+    model = models.model_file(name).Model(models.make_config(name, sizes | settings))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def test_with_fsdp_only_rank_0_makes_the_weights(tiny_data):
+    s = train.Settings(parallel='fsdp', data=str(tiny_data))
+    data, machine = open_data(s.data), devices.Machine(1, 2, torch.device('cpu'))
+    with process_group(2, rank=1):
+        model = train.make_model(s, small_model().config, data, machine)
+        assert all(p.is_meta for p in model.parameters())
+        n = models.count_parameters(model)
+        wrapping.wrap_model(model, model, machine, s)
+        assert sum(p.to_local().untyped_storage().nbytes() for p in model.parameters()) < 2.1 * n
+        assert model.head.weight is model.embed.weight
+
+
 @pytest.mark.slow
 def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
     """Each is one graph. With PyTorch's attention, because ours runs outside graphs on a CPU."""
@@ -159,17 +195,16 @@ def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
     config = model_standard.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None,
                                    checkpoint_blocks=True)
     torch.compiler.reset()
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    for in_parts in (False, True):
-        torch.manual_seed(0)
-        model = model_standard.Model(config)
-        if in_parts:
-            for block in model.blocks:
-                block.compile(backend=nodes)
-            shard_model(model, torch.device('cpu'), None)
-        model(idx, idx)['loss'].backward()
-        gradients.append([full_tensor(p.grad) for p in model.parameters()])
-    dist.destroy_process_group()
+    with process_group():
+        for in_parts in (False, True):
+            torch.manual_seed(0)
+            model = model_standard.Model(config)
+            if in_parts:
+                for block in model.blocks:
+                    block.compile(backend=nodes)
+                shard_model(model, torch.device('cpu'), None)
+            model(idx, idx)['loss'].backward()
+            gradients.append([full_tensor(p.grad) for p in model.parameters()])
     assert are_whole and all(are_whole)
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(*gradients))
 

@@ -16,20 +16,31 @@ def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(dict.fromkeys(getattr(model, 'blocks', ()))) if getattr(model, 'shard_blocks', True) else []
 
 
-def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None) -> None:
+def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None,
+                dtype: torch.dtype = torch.float32) -> None:
     """Shard rank 0's weights in place with FSDP. On other ranks, the model may be on meta.
 
-    n_shards consecutive ranks hold one copy of the weights (None: all ranks).
+    n_shards consecutive ranks hold one copy of the weights (None: all ranks). dtype: of matrix
+    products. Blocks gather the weights of linear layers in it, because autocast would round them
+    anyway. Their other weights (norms, decays) stay in fp32: the model gathers them with its own.
     """
     from torch.distributed.device_mesh import init_device_mesh  # its import takes a second
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     n_shards = n_shards or world()
     mesh = init_device_mesh(device.type, (world() // n_shards, n_shards), mesh_dim_names=('copies', 'parts'))
     if n_shards == world():
         mesh = mesh['parts']
-    whole = _tensors(model)
-    for module in (*gathered_modules(model), model):
-        fully_shard(module, mesh=mesh)
+    whole, blocks, policy, others = _tensors(model), gathered_modules(model), MixedPrecisionPolicy(), []
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        layers = [layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+        linear = {p for layer in layers for p in layer.parameters()}
+        others = [p for block in blocks for p in block.parameters() if p not in linear]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=set(others))
+    model._others = torch.nn.ParameterList(others)  # FSDP finds the model's own weights outside of its blocks
+    fully_shard(model, mesh=mesh)
+    del model._others
     torch.set_rng_state(all_gather(torch.get_rng_state())[0])  # as if all ranks had made the weights
     if rank() > 0:
         model.to_empty(device=device)
@@ -49,8 +60,8 @@ def wrap_model(model: torch.nn.Module, compiled: torch.nn.Module, machine, s) ->
 
     s has `parallel` and `shard`.
     """
-    if s.parallel == 'fsdp':
-        shard_model(model, machine.device, s.shard)
+    if s.parallel == 'fsdp':  # on CPUs, samples are generated without autocast, so with fp32 weights
+        shard_model(model, machine.device, s.shard, machine.dtype if machine.device.type == 'cuda' else torch.float32)
         return compiled
     return torch.nn.parallel.DistributedDataParallel(
         compiled, device_ids=[machine.device] if machine.device.type == 'cuda' else None,

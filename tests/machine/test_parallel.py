@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, STEP_TOKENS, TINY, bit_flips, losses, run, run_subprocess, succeeded
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import model_standard
 import train
@@ -168,6 +170,58 @@ def small_model(name='standard', **settings):
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
     return model
+
+
+def run_step(model, ddp, n_micro):
+    idx = torch.arange(40).view(2, 20)
+    for i in range(n_micro):
+        parallel.reduce_gradients(model, ddp, i == n_micro - 1)
+        with torch.autocast('cpu', torch.bfloat16):
+            loss = ddp(idx, idx)['loss']
+        loss.backward()
+        yield i
+
+
+@pytest.mark.parametrize('name', ['standard', 'gdn', 'context_ready'])
+def test_gathering_linear_layers_in_bf16_changes_no_gradient_of_autocast(name):
+    """Norms, decays and convolutions stay in fp32. Two micro-batches."""
+    gradients = []
+    with process_group():
+        for sharded in (False, True):
+            model = small_model(name)
+            if sharded:
+                shard_model(model, torch.device('cpu'), None, torch.bfloat16)
+            [*run_step(model, model, 2)]
+            gradients.append({name: full_tensor(p.grad) for name, p in model.named_parameters()})
+    assert all(torch.equal(grad, gradients[1].pop(name)) for name, grad in gradients[0].items()) and not gradients[1]
+
+
+class Traffic(TorchDispatchMode):
+    """Count the bytes of collective operations in `sent`: {(operator, dtype): bytes}."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == 'c10d':
+            whole = max((t for t in tree_leaves(args) if isinstance(t, torch.Tensor)), key=lambda t: t.nbytes)
+            key = operator._opname, whole.dtype
+            self.sent[key] = self.sent.get(key, 0) + whole.nbytes
+        return operator(*args, **(kwargs or {}))
+
+
+def test_fsdp_gathers_linear_layers_of_blocks_in_bf16_twice_and_all_else_once():
+    """In each of two micro-batches: linear layers before forward and before backward."""
+    model = small_model()
+    n, n_linear = models.count_parameters(model), sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
+    with process_group(8):
+        shard_model(model, torch.device('cpu'), None, torch.bfloat16)
+        with Traffic() as traffic:
+            [*run_step(model, model, 2)]
+    assert traffic.sent == {('_allgather_base_', torch.bfloat16): 2 * 2 * 2 * n_linear,
+                            ('_allgather_base_', torch.float32): 2 * 4 * (n - n_linear),
+                            ('_reduce_scatter_base_', torch.float32): 4 * n}
 
 
 def test_with_fsdp_only_rank_0_makes_the_weights(tiny_data):

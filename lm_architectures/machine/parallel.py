@@ -99,6 +99,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
 
+def keeps_gradients(ddp: torch.nn.Module) -> bool:
+    """Return True if gradients must be set to 0 in place: they are views of DDP's buckets."""
+    return getattr(ddp, 'keeps_gradients', False)
+
+
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:
     """Turn gradient reduction of the next backward pass on or off. ddp: the wrapped model."""
     if is_sharded(model):

@@ -55,14 +55,33 @@ def _tensors(model):
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
+class Accumulating(torch.nn.Module):
+    """A model whose micro-batches add up in DDP's buckets. Without targets, all gradients are 0."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, idx, targets):
+        if targets is None:
+            return 0 * sum(p.sum() for p in self.parameters() if p.requires_grad)
+        return self.model(idx, targets)
+
+
 def wrap_model(model: torch.nn.Module, compiled: torch.nn.Module, machine, s) -> torch.nn.Module:
     """Return the module to train on several processes. FSDP shards it, or DDP wraps it.
 
-    s has `parallel` and `shard`.
+    s has `parallel`, `shard`, `batch_size` and `micro_batch_size`.
     """
     if s.parallel == 'fsdp':  # on CPUs, samples are generated without autocast, so with fp32 weights
         shard_model(model, machine.device, s.shard, machine.dtype if machine.device.type == 'cuda' else torch.float32)
         return compiled
-    return torch.nn.parallel.DistributedDataParallel(
-        compiled, device_ids=[machine.device] if machine.device.type == 'cuda' else None,
+    accumulates = s.batch_size > s.micro_batch_size * world()
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        Accumulating(compiled) if accumulates else compiled,
+        device_ids=[machine.device] if machine.device.type == 'cuda' else None,
         gradient_as_bucket_view=True)  # else 4 bytes per weight more
+    for _ in range(2 * accumulates):  # gradients move into the buckets, and the second pass makes DDP's final buckets
+        ddp(None, None).backward()
+    ddp.keeps_gradients = accumulates
+    return ddp

@@ -224,6 +224,22 @@ def test_fsdp_gathers_linear_layers_of_blocks_in_bf16_twice_and_all_else_once():
                             ('_reduce_scatter_base_', torch.float32): 4 * n}
 
 
+def test_with_ddp_gradients_of_several_micro_batches_are_held_once_and_sent_once(monkeypatch):
+    """In DDP's buckets, from the first step on: with the weights, 8 bytes per weight."""
+    monkeypatch.setattr(wrapping, 'world', lambda: 8)
+    with process_group(), dry_run.LiveBytes() as live:
+        model, s = small_model(n_embd=128), train.Settings(batch_size=64, micro_batch_size=2)
+        ddp = wrapping.wrap_model(model, model, devices.Machine(0, 8, torch.device('cpu')), s)
+        optimizer, n = torch.optim.SGD(model.parameters()), models.count_parameters(model)
+        for _ in range(3):
+            with Traffic() as traffic:
+                for _ in run_step(model, ddp, 4):
+                    assert live.live < 8.2 * n
+            assert traffic.sent == {('allreduce_', torch.float32): 4 * n}
+            optimizer.zero_grad(set_to_none=not parallel.keeps_gradients(ddp))
+        assert not any(p.grad.any() for p in model.parameters())
+
+
 def test_with_fsdp_only_rank_0_makes_the_weights(tiny_data):
     s = train.Settings(parallel='fsdp', data=str(tiny_data))
     data, machine = open_data(s.data), devices.Machine(1, 2, torch.device('cpu'))

@@ -117,6 +117,14 @@ def test_two_processes_log_and_save_what_one_does(trained, tiny_data, tmp_path):
     assert all(torch.allclose(tensors[name], its_tensors[name], atol=1e-4) for name in tensors)
 
 
+@pytest.mark.slow
+def test_four_processes_train_as_one(tiny_data, tmp_path):
+    """With two copies of the weights in two shards each."""
+    train_several(tmp_path, 4, [arguments(tiny_data, tmp_path / 'four', 'sps', '--parallel=fsdp', '--shard=2')])
+    succeeded(run('train.py', *arguments(tiny_data, tmp_path / 'one', 'sps')))
+    assert is_close(tmp_path / 'four', tmp_path / 'one')
+
+
 @pytest.mark.parametrize('environment, ranks, is_child', [
     (dict(RANK='3', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='2', MASTER_ADDR='a'), (3, 8, 1, 2), False),
     (dict(RANK='1', WORLD_SIZE='2', LOCAL_RANK='1', TORCHELASTIC_RUN_ID='x'), (1, 2, 1, 1), True),

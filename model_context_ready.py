@@ -205,7 +205,7 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size, None if c.pad_rows_in_loss else c.n_ids)
         self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # `begin_step` draws from these
-        self.n_unrolls = c.K  # number of unrolls in this training step
+        self.drawn = {'n_unrolls': c.K}  # for this step; in a dict, so that masks are kept when it changes
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
         self.shard_blocks = not c.bptt and c.variant != 'tied'  # these run or read a block outside its call
@@ -309,7 +309,7 @@ class Model(nn.Module):
         """Return z of the last unroll (section 3.2), or with bptt of streaming: (B, T, C)."""
         if self.config.bptt:
             return self.stream(idx)
-        K = self.n_unrolls if self.training else self.config.K
+        K = self.drawn['n_unrolls'] if self.training else self.config.K
         z = self.unrolls(idx, K)[-1]
         if K == 1 < self.config.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
@@ -317,7 +317,7 @@ class Model(nn.Module):
 
     def begin_step(self, rng):
         """Draw the next step's number of unrolls (section 3.2). rng must be equal on all ranks."""
-        self.n_unrolls = rng.choice(self.K_choices)
+        self.drawn['n_unrolls'] = rng.choice(self.K_choices)
 
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T); -1 is ignored."""

@@ -3,6 +3,7 @@
 from config.gpn.gpn_130m import *
 
 model = 'gdn'
+micro_batch_size = 8
 n_layer = 10
 n_embd = 768
 n_head = 6

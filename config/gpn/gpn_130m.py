@@ -10,6 +10,7 @@ vocab_size = 32_000
 mask_documents = False  # the state is carried across document boundaries
 block_size = 2048
 batch_size = 128
+micro_batch_size = 128  # a step mostly reads weights; 48 GiB on a GPU (gpn_2l: 51), lower it for less
 max_tokens = 10_000 * 128 * 2048  # 10k steps, 2.6B tokens
 learning_rate = 6e-4
 schedule = 'cosine'  # decays to a tenth

@@ -3,6 +3,7 @@
 from config.gpn.gpn_130m import *
 
 model = 'standard'
+micro_batch_size = 8
 n_layer = 12
 n_head = 12
 n_embd = 768

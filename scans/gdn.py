@@ -15,10 +15,12 @@ memory before the chunk. Then M_t is a sum, and a chunk's writes u solve a trian
 This is the WY form (paper, section 3.3). The chunk's output is g Q M_0 + (Q K^T g_t / g_i) U. Only
 M_0 needs a loop over chunks. Across a document start, g_t / g_i is 0.
 """
+import importlib.metadata
 import importlib.util
 
 import torch
 import torch.nn.functional as F
+from torch.torch_version import TorchVersion
 
 from attn_kernels import outside_graphs
 
@@ -101,9 +103,13 @@ def inverse(A):
 
 
 def import_fla():
-    """Return `scan_fla`. Raises ValueError without the package fla-core or a GPU."""
+    """Return `scan_fla`. Raises ValueError without fla-core, a GPU or a Triton that is right."""
     if importlib.util.find_spec('fla') is None or not torch.cuda.is_available():
         raise ValueError("scan = 'fla' needs the package fla-core (pip install fla-core) and a GPU: use scan = 'auto'")
+    triton = TorchVersion(importlib.metadata.version('triton'))
+    if torch.cuda.get_device_capability()[0] == 9 and '3.4' <= triton < '3.7.1':  # fla would raise, later
+        raise ValueError("scan = 'fla' gives wrong gradients on Hopper GPUs with Triton from 3.4 to below 3.7.1, and "
+                         f"this is {triton}: use scan = 'auto'")
     return scan_fla
 
 

@@ -1,4 +1,6 @@
 """Gated DeltaNet: the loop, the fast scan and the whole model against the paper."""
+import contextlib
+import importlib.metadata
 import importlib.util
 import runpy
 import sys
@@ -72,6 +74,15 @@ def test_values_and_gradients_equal_the_papers_recurrence(form, T, chunk_len, do
     memory = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
     got = with_gradients(scan(form, memory, *inputs, is_doc_start=is_doc_start, chunk_len=chunk_len), inputs)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('version, is_good', [('3.3.1', True), ('3.4.0', False), ('3.6.0', False), ('3.7.1', True)])
+def test_scan_fla_names_the_versions_of_triton_with_wrong_gradients(version, is_good, monkeypatch):
+    for module, name, value in ((importlib.util, 'find_spec', True), (importlib.metadata, 'version', version),
+                                (torch.cuda, 'is_available', True), (torch.cuda, 'get_device_capability', (9, 0))):
+        monkeypatch.setattr(module, name, lambda *args, value=value: value)
+    with contextlib.nullcontext() if is_good else pytest.raises(ValueError, match=f"3.4 to below 3.7.1.* is {version}"):
+        gdn.import_fla()
 
 
 @pytest.mark.skipif(None in map(importlib.util.find_spec, ('fla', 'einops')), reason='needs fla-core and einops')

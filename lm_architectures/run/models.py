@@ -31,8 +31,11 @@ from lm_architectures.settings import make_settings
 
 STORED = 'code'  # folder of a run with its model's package
 SCRIPTS = {'train', 'eval', 'sample', 'prepare_fineweb'}  # files of the repository that are no part of a model
+LIBRARIES = {'scans', 'lm_architectures', *sys.stdlib_module_names}  # never files beside a model
 KERNELS = decode_source(Path(attn_kernels.__file__).read_bytes())
 ADDED = {}  # {name: path} of the model files that `add_file` made known
+flat = lambda module: module.replace('.', '_')  # a module's name in a run, which has no packages: pkg_part
+parse = functools.lru_cache(ast.parse)
 COUNT = itertools.count(1)  # of the texts imported in this process
 
 
@@ -102,61 +105,66 @@ def code_folder(s) -> str | None:
 def code_of(name: str, code: str | None = None) -> dict[str, tuple[Path, str]]:
     """Return {module: (file, text)} of a model's file and the files that it imports, imports first.
 
-    They are beside the model's file, or in the repository. In the texts, they import each other by
-    relative imports. code: see `find_file`. UserError if two files have the same name.
+    They are beside the model's file or in the repository. In the texts, they import each other by
+    relative imports, `flat`. code: see `find_file`. UserError if two files have the same name.
     """
-    path, own, found, seen = find_file(name, code), f'model_{name}', {}, set()
+    path, found, seen = find_file(name, code), {}, {}
     folders = [path.parent] if code else [path.parent, ROOT]
 
     def add(module, file):
-        seen.add(module)
-        text, imported = relative_imports(file, folders)
-        if imported.get(own, path) != path:
-            raise UserError(f'{path} and {imported[own]} would have the same name in a run: rename one of them')
-        for other, its_file in imported.items():
-            if other not in seen:
-                add(other, its_file)
-        found[module] = file, text
-    add(own, path)
+        if (other := seen.setdefault(flat(module), file)) != file:
+            raise UserError(f'{file} and {other} would have the same name in a run: rename one of them')
+        text, imported = relative_imports(module, file, folders)
+        for its_module, its_file in imported.items():
+            if seen.get(flat(its_module)) != its_file:
+                add(its_module, its_file)
+        found[flat(module)] = file, text
+    add(f'model_{name}', path)
     return found
 
 
-def relative_imports(path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
-    """Return a file's text, with relative imports of the files in `folders`; {module: its file}.
+def find_module(module: str, folders: list[Path]) -> dict[str, Path]:
+    """Return {module: file} of a module in `folders`, after its packages. Empty for a library."""
+    for folder, end in itertools.product(folders, ('.py', '/__init__.py')):
+        file, is_script = folder / f'{module.replace(".", "/")}{end}', module in SCRIPTS and folder == ROOT
+        if file.is_file() and not is_script and module.partition('.')[0] not in LIBRARIES:
+            return find_module(module.rpartition('.')[0], folders) | {module: file}
+    return {}
+
+
+def relative_imports(module: str, path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
+    """Return a module's text, with relative imports of the files in `folders`; {module: its file}.
 
     `from x import y` becomes `from .x import y`, and `import x` becomes `from . import x`. Another
     form is a UserError. `scans` always is the repository's folder, which is not in the package.
     """
     lines, files = decode_source(path.read_bytes()).split('\n'), {}
-    for module, number, is_relative in imports('\n'.join(lines), path):
-        file = next((file for folder in folders if (file := folder / f'{module}.py').is_file()), None)
-        is_script = module in SCRIPTS and file == ROOT / f'{module}.py'
-        if module == 'scans':
-            package = 'lm_architectures'
-        elif file and not is_script and module not in sys.stdlib_module_names:
-            package, files[module] = '', file
-        else:  # a library
-            continue
-        line = lines[number - 1]
-        edited = re.sub(rf'^(\s*)from {module}\b(?=[.\w]* import )', rf'\1from {package}.{module}', line)
-        edited = re.sub(rf'^(\s*)import {module}(?=( as \w+)? *(#.*)?$)',
-                        rf'\1from {package or "."} import {module}', edited)
-        if edited == line and not is_relative:
-            raise UserError(f'{path}, line {number}: write the import of {module} on a line of its own, as '
-                            f'`from {module} import ...` or `import {module}`')
-        lines[number - 1] = edited
+    package = module.split('.')[:None if path.name == '__init__.py' else -1]
+    nodes = [node for node in ast.walk(parse('\n'.join(lines), path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    for node in sorted(nodes, key=lambda node: (node.lineno, -node.col_offset)):  # an edit moves what follows it
+        line, source = lines[node.lineno - 1], ''
+        before, statement, after = line[:node.col_offset], line[node.col_offset:], line[node.end_col_offset:]
+        if isinstance(node, ast.ImportFrom):
+            above = package[:len(package) + 1 - node.level] if node.level else []
+            source = '.'.join([*above, node.module or '']).strip('.')
+        names = {f'{source}.{alias.name}'.strip('.'): alias.asname or alias.name for alias in node.names}
+        whole = {name: its_files for name in names if (its_files := find_module(name, folders))}  # modules among them
+        found, top = whole or {source: find_module(source, folders)}, (source or [*whole, *names][0]).partition('.')[0]
+        if source and not whole and (found[source] or top == 'scans'):  # names in one module
+            where = f'.{flat(source)}' if found[source] else f'lm_architectures.{source}'
+            statement = re.sub(r'^from\s+[\w.]+', f'from {where}', statement)
+        elif [*names] == ['scans']:
+            statement = f'from lm_architectures {statement}'
+        elif node.lineno == node.end_lineno and all(len(whole.get(x, ())) > names[x].count('.') for x in names):
+            parts = [', '.join(map(flat, whole[x])) if x == y else f'{flat(x)} as {y}' for x, y in names.items()]
+            dotted = [f'; {x} = {flat(x)}' for name in names if names[name] == name for x in whole[name] if '.' in x]
+            statement = f'from . import {", ".join(parts)}{"".join(dotted)}{after}'
+        elif whole or top == 'scans':
+            raise UserError(f'{path}, line {node.lineno}: write the import of {top} on a line of its own, as '
+                            f'`from {top} import ...`')
+        lines[node.lineno - 1] = before + statement
+        files |= dict(item for its_files in found.values() for item in its_files.items())
     return '\n'.join(lines), files
-
-
-@functools.lru_cache
-def imports(text: str, path: Path) -> list[tuple[str, int, bool]]:
-    """Return (module, line, whether it is relative) for each import in the text of a file."""
-    found = []
-    for node in ast.walk(ast.parse(text, path)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [node.module] if getattr(node, 'module', None) else [alias.name for alias in node.names]
-            found += [(name.partition('.')[0], node.lineno, getattr(node, 'level', 0) > 0) for name in names]
-    return found
 
 
 def model_file(name: str, code: str | None = None) -> ModuleType:

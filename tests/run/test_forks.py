@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NO_SIZES, ROOT, assert_sentence, run, succeeded
+from conftest import NO_SIZES, ROOT, assert_sentence, make_run, run, succeeded
 from safetensors.torch import load_file
 
 import attn_kernels
@@ -253,7 +253,31 @@ def test_a_model_is_a_package_of_the_files_that_it_imports(mine):
     assert pickle.loads(pickle.dumps(module.Config())) == module.Config()
 
 
-@pytest.mark.parametrize('line', ['import math, my_layers', 'import scans.gdn as gdn', 'import math; import my_layers'])
+def test_helper_packages_are_part_of_a_run(mine, tmp_path):
+    """Their files are flat there: mylib/layers.py is mylib_layers.py."""
+    package = mine.with_name('mylib')
+    for name, text in (
+            ('__init__', 'from .layers import two\nfrom . import deep\nthree = 3'), ('deep/__init__', ''),
+            ('layers', 'from mylib.deep.er import one\ntwo = one + one'), ('deep/er', 'from ..sizes import one'),
+            ('sizes', 'one = 1')):
+        (package / f'{name}.py').parent.mkdir(exist_ok=True)
+        (package / f'{name}.py').write_text(text)
+    lines = ('import math; import mylib.layers', 'import mylib.deep.er as er', 'from mylib import layers, sizes as s',
+             'from mylib.layers import (\n    two)', 'from mylib import three',
+             'TOLD = mylib.layers.two, er.one, layers.two, s.one, two, three, math.pi')
+    mine.write_text(MINE + '\n'.join(lines))
+    make_run(tmp_path / 'run', models.add_file(str(mine)))
+    shutil.rmtree(package)
+    assert models.model_file('mine', str(tmp_path / 'run')).TOLD[:-1] == (2, 1, 2, 1, 2, 3)
+    assert (tmp_path / 'run/code/mylib_deep_er.py').read_text() == 'from .mylib_sizes import one'
+    with pytest.raises(UserError, match='line 13: write the import of bare on a line of its own'):  # no __init__.py
+        (package := mine.with_name('bare')).mkdir()
+        (package / 'part.py').write_text('')
+        mine.write_text(f'{MINE}import bare.part')
+        models.model_file('mine')
+
+
+@pytest.mark.parametrize('line', ['import math, my_layers', 'import scans.gdn as gdn', 'import scans.gdn'])
 def test_other_forms_of_imports_and_equal_names_give_a_sentence(mine, line):
     other = mine.with_name('other.py')
     for name in ('my_layers.py', 'model_other.py'):

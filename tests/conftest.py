@@ -103,6 +103,12 @@ def gpu_form(monkeypatch):
     return 'cpu'
 
 
+@pytest.fixture(autouse=True)
+def exports_are_not_loaded_in_another_process(monkeypatch):
+    """Save 4 s an export. One test loads them."""
+    monkeypatch.setattr('lm_architectures.hf.export.why_it_fails', lambda *args: '')
+
+
 @pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
     """Write short random documents as byte tokens in several shards; return the folder."""

@@ -6,22 +6,28 @@
 A run that gives the logits of a Llama, Mistral (with a window), Qwen2 (with biases) or Qwen3 (with
 norms of queries and keys) is written as one. Other runs, and all with `--exact`, get the model's
 code, so load them with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.
+Before the folder appears, another process loads it from an empty folder.
 """
 if __name__ == '__main__':
     from lm_architectures.start import quiet_start
     quiet_start()
 
+import ast
 import dataclasses
 import inspect
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from safetensors.torch import save_file
 
 from lm_architectures.files import ROOT, UserError, friendly_errors, remove, write_file, write_json
@@ -33,6 +39,7 @@ from lm_architectures.settings import load_settings
 RECIPE = ('optimizer', 'learning_rate', 'schedule', 'warmup_tokens', 'batch_size', 'max_tokens', 'weight_decay', 'seed',
           'dtype')  # settings of training in the model card
 MODEL_IMPORT = 'from model_standard import Config, Model'  # of wrapper.py; in an export, of the run's own files
+LARGE = 1e8  # parameters from which on an export's logits are not compared with the run's
 SCANS_IMPORT = r'^([ \t]*)from lm_architectures(?:\.scans[.\w]* import| import scans\b) *(?:\([^)]*\))?.*$'
 CARD = '''---
 license: unknown
@@ -88,20 +95,48 @@ def export_run(run, folder, exact: bool = False, code: str | None = None) -> Non
     n_rows, ends = data.get('n_rows', c.n_ids), data.get('ends', data['eos_id'])
     new = folder.with_name(f'.{folder.name}.writing')  # becomes `folder` when it is whole
     remove(new)
-    if family:
-        to_family(c, tensors, n_rows, block_size, ends, family).save_pretrained(new, max_shard_size='1TB')
-    else:
-        save_with_code(record, c, tensors, n_rows, ends, new)
-    with suppress(OSError):  # some file systems have no modes; safetensors makes files owner-only
-        (new / 'model.safetensors').chmod((new / 'config.json').stat().st_mode)
-    GenerationConfig(eos_token_id=ends).save_pretrained(new)
-    save_tokenizer(new, data['tokenizer'], data['bos'], block_size)
-    if (run / records.CHAT_TEMPLATE).is_file():
-        shutil.copy(run / records.CHAT_TEMPLATE, new)
-    n_parameters = sum(tensor.numel() for tensor in tensors.values())
-    write_file(new / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
-    os.replace(new, folder)
+    try:
+        if family:
+            to_family(c, tensors, n_rows, block_size, ends, family).save_pretrained(new, max_shard_size='1TB')
+        else:
+            save_with_code(record, c, tensors, n_rows, ends, new)
+        with suppress(OSError):  # some file systems have no modes; safetensors makes files owner-only
+            (new / 'model.safetensors').chmod((new / 'config.json').stat().st_mode)
+        GenerationConfig(eos_token_id=ends).save_pretrained(new)
+        save_tokenizer(new, data['tokenizer'], data['bos'], block_size)
+        if (run / records.CHAT_TEMPLATE).is_file():
+            shutil.copy(run / records.CHAT_TEMPLATE, new)
+        n_parameters = sum(tensor.numel() for tensor in tensors.values())
+        write_file(new / 'README.md', model_card(run, record, state['step'], n_parameters, family).encode())
+        if failure := why_it_fails(new, run, record, c, tensors):
+            raise UserError(f'{folder} is not written, because it would not work without this repository: {failure}')
+        os.replace(new, folder)
+    finally:
+        remove(new)
     print_advice(folder, data, family, exact, masks_documents=c.eos_id is not None)
+
+
+def why_it_fails(folder: Path, run: Path, record: dict, c, tensors: dict) -> str:
+    """Load an export in another process (loading.py). Returns '' or the error.
+
+    Its logits are compared with those of the run's model, unless that is LARGE.
+    """
+    reference = {}
+    if sum(tensor.numel() for tensor in tensors.values()) < LARGE:
+        model = models.model_file(record['model'], record['code']).Model(c)
+        folders.load_weights(model, tensors, run)
+        ids = [i % c.n_ids for i in range(-32, 32) if i % c.n_ids != c.eos_id][:record['settings']['block_size']]
+        with torch.no_grad():
+            logits = model.eval().logits(torch.tensor([ids]))[..., :c.n_ids].contiguous()
+        reference = {'tokens': torch.tensor([ids]), 'logits': logits}
+    with tempfile.TemporaryDirectory() as work:
+        (empty := Path(work, 'empty')).mkdir()
+        save_file(reference, f'{work}/reference')
+        text = (ROOT / 'lm_architectures/hf/loading.py').read_text(encoding='utf-8')
+        loaded = subprocess.run([sys.executable, '-c', text, folder.resolve(), f'{work}/reference'], cwd=empty,
+                                env={**os.environ, 'HF_MODULES_CACHE': f'{work}/modules', 'HF_HUB_OFFLINE': '1'},
+                                capture_output=True, text=True)
+    return (loaded.stderr.strip() or 'it was killed').splitlines()[-1] if loaded.returncode else ''
 
 
 def print_advice(folder: Path, data: dict, family: str | None, exact: bool, masks_documents: bool) -> None:
@@ -157,10 +192,20 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
                *(f'from .{name} import __name__ as _' for name in files)]  # transformers copies what this file imports
     wrapper = (ROOT / 'lm_architectures/hf/wrapper.py').read_text(encoding='utf-8')
     write_file(folder / 'hf_model.py', wrapper.replace(MODEL_IMPORT, '\n'.join(imports)).encode())
-    no_scans = r"\1raise ModuleNotFoundError('scans/ is not exported: import it in try / except ModuleNotFoundError')"
-    for name, (_, code) in files.items():  # scans/ reads weights itself and would not see adapters
-        code = re.sub(SCANS_IMPORT, no_scans, code, flags=re.MULTILINE)
+    for name, (_, code) in files.items():
+        code = re.sub(SCANS_IMPORT, without_scans, code, flags=re.MULTILINE)
         write_file(folder / f'{name}.py', code.encode())
+
+
+def without_scans(found: re.Match) -> str:
+    """Return what replaces an import of scans/, which reads weights itself and would miss adapters.
+
+    An indented one, perhaps in `try`, raises ModuleNotFoundError. Others set the names to None.
+    """
+    if found[1]:
+        return f"{found[1]}raise ModuleNotFoundError('scans/ is not exported')"
+    names = [alias.asname or alias.name for alias in ast.parse(found[0]).body[0].names]
+    return f'{" = ".join(names)} = None  # scans/ is not exported'
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -113,19 +113,43 @@ def exported(tmp_path, name, **settings):
     return load_exported(tmp_path / 'hf')
 
 
-SCANS = ('import scans', 'from scans import gdn, pinned  # x', 'from scans.gdn import (\n    PINS,\n    SMALL)',
-         'if True:\n    import scans as s', 'if True:\n    from scans import gdn')
+WHY_IT_FAILS = export.why_it_fails
+USES_SCANS = '''
+import scans
+from scans import gdn, pinned  # x
+from scans.gdn import (
+    PINS,
+    SMALL as small)
+try:
+    import scans as s
+except ModuleNotFoundError:
+    s = None
+from model_standard import Config
+from mylib.layers import Model
+'''
+BAD = '''
+class Model(Model):
+    def logits(self, idx):
+        return super().logits(idx) * (2 if scans is None else 1)
+'''
 
 
-def test_exported_code_never_imports_scans(tmp_path, monkeypatch):
-    """It reads weights by itself, so it would miss adapters where the repository is installed."""
+def test_an_export_works_without_the_repository(tmp_path, monkeypatch):
+    """It has helper packages, but no scans/, which would miss adapters. Else it is not written."""
     monkeypatch.setattr(models, 'ADDED', {})
-    (tmp_path / 'model_mine.py').write_text('\n'.join(('from model_standard import Config, Model', *SCANS, '')))
-    make_run(tmp_path / 'run', models.add_file(str(tmp_path / 'model_mine.py')))
-    export.export_run(tmp_path / 'run', tmp_path / 'hf', exact=True)
+    monkeypatch.setattr(export, 'why_it_fails', WHY_IT_FAILS)
+    (tmp_path / 'mylib').mkdir()
+    (tmp_path / 'mylib/layers.py').write_text('from model_standard import Model')
+    for name, more in (('mine', ''), ('bad', BAD)):
+        (tmp_path / f'model_{name}.py').write_text(USES_SCANS + more)
+        make_run(tmp_path / f'run_{name}', models.add_file(str(tmp_path / f'model_{name}.py')))
+    export.export_run(tmp_path / 'run_mine', tmp_path / 'hf', exact=True)
     text = (tmp_path / 'hf/model_mine.py').read_text()
-    assert text.count('scans/ is not exported') == len(SCANS) and 'lm_architectures' not in text
-    compile(text, 'model_mine.py', 'exec')
+    for part in ('\nscans = None  #', '\ngdn = pinned = None  #', '\nPINS = small = None  #', '\n    raise ModuleNotF'):
+        assert part in text and 'lm_architectures' not in text
+    with pytest.raises(UserError, match='is not written, because .* its logits differ from those of the run'):
+        export.export_run(tmp_path / 'run_bad', tmp_path / 'bad', exact=True)
+    assert {path.name for path in tmp_path.glob('*bad*')} == {'run_bad', 'model_bad.py'}
 
 
 def test_trainer_accumulates_gradients(tmp_path):

@@ -338,13 +338,16 @@ class Model(nn.Module):
         """Return logits over all V rows, for the loss and decoding."""
         return self.head(h)
 
-    @torch.no_grad()
     def final_hidden(self, idx):
-        """Return the head's inputs as in streaming, without gradient. idx: (B, T) -> (B, T, C)."""
-        if self.config.bptt or self.config.K == 1:  # `states` equals streaming
-            return self.head_input(self.states(idx))
-        z, _ = self.fixed_point(idx.new_full((len(idx),), idx.shape[1]), *self.prepare(idx))
-        return self.head_input(z)
+        """Return the head's inputs as in streaming. idx: (B, T) -> (B, T, C).
+
+        In training, with gradients: those of this step's unrolls, as in `forward`.
+        """
+        if self.training and torch.is_grad_enabled() or self.config.bptt or self.config.K == 1:
+            return self.head_input(self.states(idx))  # with bptt or K = 1, it equals streaming
+        with torch.no_grad():
+            z, _ = self.fixed_point(idx.new_full((len(idx),), idx.shape[1]), *self.prepare(idx))
+            return self.head_input(z)
 
     @torch.no_grad()
     def logits(self, idx):

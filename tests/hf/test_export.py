@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import MODELS, ROOT, make_run, saved_bytes
 from packaging.version import Version
 
@@ -150,6 +151,91 @@ def test_an_export_works_without_the_repository(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='is not written, because .* its logits differ from those of the run'):
         export.export_run(tmp_path / 'run_bad', tmp_path / 'bad', exact=True)
     assert {path.name for path in tmp_path.glob('*bad*')} == {'run_bad', 'model_bad.py'}
+
+
+def batches():
+    """Return three texts, and model inputs with their labels: packed, and padded on both sides."""
+    torch.manual_seed(0)
+    texts = [torch.randint(0, 256, (1, n)) for n in (7, 9, 5)]
+    packed = {'input_ids': torch.cat(texts, 1), 'position_ids': torch.tensor([[*range(7), *range(9), *range(5)]])}
+    padded = {'input_ids': torch.full((3, 9), 3), 'attention_mask': torch.zeros(3, 9, dtype=torch.int64)}
+    for i, (start, text) in enumerate(zip((1, 0, 0), texts)):
+        at = slice(start, start + text.shape[1])
+        padded['input_ids'][i, at], padded['attention_mask'][i, at] = text[0], 1
+    for inputs, starts in (packed, packed['position_ids'] == 0), (padded, padded['attention_mask'].cumsum(1) <= 1):
+        is_ignored = starts | (inputs.get('attention_mask', 1) == 0)
+        inputs['labels'] = inputs['input_ids'].masked_fill(is_ignored, -100)
+    return texts, packed, padded
+
+
+@pytest.mark.parametrize('name', ['standard', 'gpn', 'nextlat', 'bst'])
+def test_packed_and_padded_texts_are_as_if_alone(tmp_path, name):
+    """The loss weights texts as train.py does micro-batches: BST's by pairs."""
+    model, (texts, *inputs) = exported(tmp_path, name, eos_id=256 if name == 'nextlat' else None).eval(), batches()
+    alone, count = [model(text, labels=text) for text in texts], getattr(model.model, 'loss_count', None)
+    n = [count(x, F.pad(x[:, 1:], (0, 1), value=-1)) if count else x.shape[1] - 1 for x in texts]
+    model = load_exported(tmp_path / 'hf').eval()  # it does not know yet whether its loss may read padding
+    for kind in (*inputs, *inputs):
+        found, is_token = model(**kind), kind.get('attention_mask', torch.ones_like(kind['input_ids'])) > 0
+        torch.testing.assert_close(found.loss, sum(one.loss * i for one, i in zip(alone, n)) / sum(n))
+        torch.testing.assert_close(found.logits[is_token], torch.cat([x.logits[0] for x in alone]), rtol=0, atol=1e-5)
+
+
+def test_inputs_mean_what_they_mean_to_a_llama(tmp_path):
+    ours, (_, packed, padded) = exported(tmp_path, 'standard', pad_rows_in_loss=False).eval(), batches()
+    export.export_run(tmp_path / 'run', tmp_path / 'llama')
+    llama, idx = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'llama'), packed['input_ids']
+    for inputs in (packed, padded):
+        a, b = (model(**inputs, use_cache=False) for model in (ours, llama))  # Llama packs without a cache only
+        is_token = inputs.get('attention_mask', torch.ones_like(idx)) > 0
+        torch.testing.assert_close(a.logits[is_token], b.logits[is_token], rtol=0, atol=1e-5)
+        torch.testing.assert_close(a.loss, b.loss)
+    for keep in (0, 2, 99, torch.tensor([1, 6])):
+        a, b = (model(idx, logits_to_keep=keep).logits for model in (ours, llama))
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_inputs_that_would_be_ignored_are_refused(tmp_path):
+    model, (_, packed, padded) = exported(tmp_path, 'sps'), batches()
+    ids, positions = ({name: packed[name]} for name in ('input_ids', 'position_ids'))
+    hole = torch.ones(1, 21).index_fill(1, torch.tensor(4), 0)
+    for function, inputs, sentence in (
+            (model, {'attention_mask': hole}, 'has a hole'), (model, {'attention_mask': hole[None]}, r'\[1, 1, 21\]'),
+            (model, {'position_ids': packed['position_ids'] + 1}, 'count from 0 in each text'),
+            (model, positions | {'attention_mask': hole * 0 + 1}, 'without attention_mask'),
+            (model, {'cu_seq_lens_q': torch.tensor([0, 21])}, 'cu_seq_lens_q is not supported'),
+            (model, {'inputs_embeds': torch.zeros(1, 2, 32)}, 'inputs_embeds is not supported'),
+            (model, {'output_attentions': True}, 'output_attentions is not supported'),
+            (model.generate, {'output_attentions': True}, 'output_attentions is not supported'),
+            (model.generate, {'output_hidden_states': True, 'return_dict_in_generate': True}, 'no hidden states'),
+            (model.generate, positions, 'one text per row'),
+            (model.generate, {'input_ids': padded['input_ids'], 'attention_mask': padded['attention_mask']},
+             "set the tokenizer's padding_side to 'left'")):
+        with pytest.raises(ValueError, match=sentence):
+            function(**{**ids, **inputs})
+
+
+def test_trl_trains_the_next_token_loss(tmp_path):
+    """It applies the head by itself, to states that have gradients."""
+    trl = pytest.importorskip('trl')
+    from datasets import Dataset
+    model, texts = exported(tmp_path, 'context_ready', K=3).train(), Dataset.from_dict({'text': TEXTS[:3]})
+    args = trl.SFTConfig(str(tmp_path), max_steps=5, learning_rate=0.01, packing=True, logging_steps=1, use_cpu=True,
+                         bf16=False, gradient_checkpointing=False, save_strategy='no', report_to=[], disable_tqdm=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
+    trainer = trl.SFTTrainer(model, args, train_dataset=texts, processing_class=tokenizer)
+    batch, nats = next(iter(trainer.get_train_dataloader())), []
+    for text in batch['input_ids'][0].tensor_split((batch['position_ids'][0] == 0).nonzero()[1:, 0]):
+        logits = model.model._logits(model.model.final_hidden(text[None, :-1]))[0]
+        nats += F.cross_entropy(logits, text[1:], reduction='none')
+    before = model.model.embed.weight.clone()
+    trainer.train()
+    losses = [line['loss'] for line in trainer.state.log_history if 'loss' in line]
+    assert losses[0] == pytest.approx(float(sum(nats) / len(nats)), abs=1e-4) and losses[-1] < losses[0]
+    assert not model.model.embed.weight.equal(before)
+    model.model._logits = lambda h: torch.tanh(model.model.head(h))
+    with pytest.raises(ValueError, match="logits are more than its head's output"):
+        trainer.compute_loss(model, batch)
 
 
 def test_trainer_accumulates_gradients(tmp_path):

@@ -110,6 +110,15 @@ def exports_are_not_loaded_in_another_process(monkeypatch):
 
 
 @pytest.fixture(scope='session')
+def code_folder(tmp_path_factory):
+    """Keep the code that transformers copies from model folders in a temporary folder."""
+    from transformers import dynamic_module_utils
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, 'HF_MODULES_CACHE', str(tmp_path_factory.mktemp('modules')))
+        yield
+
+
+@pytest.fixture(scope='session')
 def tiny_data(tmp_path_factory):
     """Write short random documents as byte tokens in several shards; return the folder."""
     folder = tmp_path_factory.mktemp('data') / 'tiny'

@@ -15,21 +15,12 @@ from lm_architectures.hf import tokenizers as hf_tokenizers
 from lm_architectures.run import checkpoint, folders, models, records
 from lm_architectures.score.scoring import Scorer
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore'), pytest.mark.usefixtures('code_folder')]
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('lm_eval')
 from lm_architectures.score.lm_eval_adapter import RunLM
 
 TEXTS = ['a text of some words', "Hello  world, don't\r\n\t 12345", ' a naïve 日本 ☃\n\nx', '']
-
-
-@pytest.fixture(autouse=True, scope='module')
-def code_folder(tmp_path_factory):
-    """Keep the code that transformers copies from model folders in a temporary folder."""
-    from transformers import dynamic_module_utils
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, 'HF_MODULES_CACHE', str(tmp_path_factory.mktemp('modules')))
-        yield
 
 
 def assert_lm_eval_agrees(folder, model, own, ends=None):

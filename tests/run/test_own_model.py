@@ -114,6 +114,7 @@ def test_it_works_as_target_and_as_draft_model(bigram):
                     'model_bigram cannot draft for itself')
 
 
+@pytest.mark.usefixtures('code_folder')
 def test_a_run_of_the_pages_own_loop_is_sampled_evaluated_and_exported(bigram, tiny_data, tmp_path, monkeypatch):
     folder, names, idx = tmp_path / 'run', {}, torch.tensor([PROMPTS[2]])
     code = CODE[1].replace('256', '32').replace('251', '51')

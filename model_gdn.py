@@ -29,7 +29,7 @@ from state_cache import StateCache
 
 try:
     from scans import gdn, pinned
-except ModuleNotFoundError:  # the folder scans/ is optional
+except ImportError:  # the folder scans/ is optional
     gdn = pinned = None
 
 

@@ -35,7 +35,7 @@ from state_cache import StateCache
 
 try:
     from scans import delta, recurrent
-except ModuleNotFoundError:  # the folder scans/ is optional
+except ImportError:  # the folder scans/ is optional
     delta = recurrent = None
 
 
@@ -154,21 +154,25 @@ class Layer(nn.Module):
     def __init__(self, config):
         super().__init__()
         c, self.n_head, C = config, config.n_head, config.n_embd
-        self.gate_norm, self.gate = RMSNorm(C, c.norm_eps), nn.Linear(C, C)  # Gate_p
-        self.ffn_norm, self.gate_up = RMSNorm(C, c.norm_eps), nn.Linear(C, 2 * c.n_ffn, bias=False)  # W_1^g, W_1^v
+        self.gate_norm = RMSNorm(C, c.norm_eps)
+        self.gate = nn.Linear(C, C)  # Gate_p
+        self.ffn_norm = RMSNorm(C, c.norm_eps)
+        self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)  # W_1^g, W_1^v
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)  # W_2, eq. 5
         if c.n_head:
-            self.read_norm, self.query = RMSNorm(C, c.norm_eps), nn.Linear(C, c.n_head * c.d_k)  # W_q, eq. 8
+            self.read_norm = RMSNorm(C, c.norm_eps)
+            self.query = nn.Linear(C, c.n_head * c.d_k)  # W_q, eq. 8
             self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)  # W_rg, eq. 11
             self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
             has_kernels = delta and c.scan == 'auto'  # for a GPU, unless these functions are edited
             self.delta_rule = delta.fast_on_gpu(delta_rule, read, key_of, l2_normalize) if has_kernels else delta_rule
 
-    def forward(self, x, memory, write=None):
+    def forward(self, x, memory, to_write=None):
         """Apply eq. 7 (eq. 5 without memory). Returns the layer's output (B, C) and the memory.
 
-        x: grounded state or layer below, (B, C); write: from `Write`, written before the read.
+        x: grounded state or layer below, (B, C); to_write: results of `Write`, written before the
+        read, or None.
         """
         ffn_gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
         gate = torch.sigmoid(self.gate(self.gate_norm(x)).to(x.dtype))  # in fp32, as in `Model.ground`
@@ -177,7 +181,10 @@ class Layer(nn.Module):
             return y, memory
         normed = self.read_norm(x)
         q = self.query(normed).to(x.dtype).unflatten(-1, (self.n_head, -1))
-        memory, memory_read = self.delta_rule(memory, *write, q) if write else (memory, read(memory, key_of(q)))
+        if to_write is None:
+            memory_read = read(memory, key_of(q))
+        else:
+            memory, memory_read = self.delta_rule(memory, *to_write, q)
         memory_read = self.out_norm(memory_read.flatten(1))  # RMS in eq. 11, over all heads at once
         return y + self.read_out(F.silu(self.read_gate(normed)) * memory_read), memory  # MemRead, eq. 11
 
@@ -201,7 +208,7 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size)
         self.init_weights()
-        self.fast = recurrent is not None and c.scan == 'auto'  # training does not run `loop`
+        self.fast = recurrent is not None and c.scan == 'auto'  # scans/recurrent.py may train it
 
     def init_weights(self):
         """Initialize all weights as in the official code."""
@@ -226,11 +233,10 @@ class Model(nn.Module):
 
     def predict(self, last, g, memory):
         """Return s (B, C), new M; eq. 5, 7 to 11. last, g: previous and current grounded state."""
-        write = self.write(last, g) if self.write else None
-        s = g
+        s, to_write = g, self.write(last, g) if self.write else None
         for layer in self.layers:
-            s, memory = layer(s, memory, write)
-            write = None  # the first layer writes, and all read
+            s, memory = layer(s, memory, to_write)
+            to_write = None  # the first layer writes, and all read
         return s, memory
 
     def step(self, u, s, g, memory):
@@ -251,14 +257,14 @@ class Model(nn.Module):
         return s, torch.zeros_like(s), torch.zeros(batch_size, c.n_head, c.d_k, c.d_v, **wide)
 
     @outside_graphs  # torch.compile would unroll all T steps; only `step` is compiled
-    def loop(self, u, carry_mask=None, compiled=False):
+    def loop(self, u, carry_mask=None, compile_step=False):
         """Apply `step` to T tokens. Returns the predicted states, (B, T, C).
 
         u: (B, T, C). carry_mask: (B, T), False where a document starts.
         Activation checkpointing: the backward pass recomputes one segment of steps at a time.
         """
         c, T, first = self.config, u.shape[1], self.first_state(len(u), u.device)
-        step = torch.compile(self.step) if compiled else self.step
+        step = torch.compile(self.step) if compile_step else self.step
 
         def segment(start, *state):
             states = []
@@ -281,28 +287,28 @@ class Model(nn.Module):
 
     # ---- training ----
 
-    def states(self, idx, compiled=False):
+    def states(self, idx, use_scan=False):
         """Return the predicted states (B, T, C), in fp32 or wider. idx: (B, T).
 
-        compiled: use scans/recurrent.py, which takes up to 15 s for the first batch of a shape.
+        use_scan: run scans/recurrent.py, which takes up to 15 s for the first batch of a shape.
         """
         c, u, carry_mask = self.config, self.ground_input(idx), None
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         if c.eos_id is not None:
             carry_mask = F.pad(idx[:, :-1] != c.eos_id, (1, 0), value=True)
-        if compiled and self.fast and recurrent.runs_on(u.device):
+        if use_scan and self.fast and recurrent.runs_on(u.device):
             first = self.first_state(len(u))
             return recurrent.scan(self, self.step, [u], first, carry_mask, c.segment_len, c.bptt_len)
-        return self.loop(u, carry_mask, compiled=torch.compiler.is_compiling())
+        return self.loop(u, carry_mask, compile_step=torch.compiler.is_compiling())
 
-    def final_hidden(self, idx, compiled=False):
+    def final_hidden(self, idx, use_scan=False):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, E)."""
-        return self.head_input(self.states(idx, compiled))
+        return self.head_input(self.states(idx, use_scan))
 
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, nats per token (eq. 3). idx, targets: (B, T); -1 is ignored."""
         targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self.final_hidden(idx, compiled=True).flatten(0, 1), targets.flatten()
+        rows = self.final_hidden(idx, use_scan=True).flatten(0, 1), targets.flatten()
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}

@@ -87,7 +87,7 @@ def triton_kernels():
     """Return scans/attention.py, loaded where it is used."""
     try:
         from scans import attention
-    except ModuleNotFoundError:
+    except ImportError:
         raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
     return attention
 

@@ -21,7 +21,7 @@ except ImportError:  # no Triton for this platform
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
 
 
-def kernels_on_cpu():
+def kernels_on_cpu():  # a function, so that tests can replace it
     return KERNELS_ON_CPU
 
 
@@ -47,9 +47,10 @@ def pinned(model, fast):
                 f'PINS in scans/{name}.py')
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
         why = str(error)
-    is_copy = Path(getattr(file, '__file__', '')).parent.name == 'code'  # stored in a run
+    if (Path(getattr(file, '__file__', '')).parent.parent / 'config.json').exists():  # a run's copy, not to be edited
+        hint = ''
     warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step, without '
-               f'scans.{name} ({why})' + hint * (not is_copy))
+               f'scans.{name} ({why}){hint}')
     return None
 
 

@@ -151,10 +151,10 @@ def test_values_and_gradients_equal_repeated_steps(form, shape, eos_id, bptt_len
     idx = idx[:, :T]
     scale_keys(model, key_scale)
     want = results(model, plain_states(model, idx), idx)
-    states = model.states(idx, compiled=True)
+    states = model.states(idx, use_scan=True)
     assert_near(results(model, states, idx), want, 1e-8, all_matter=T == 23)
     with torch.no_grad():
-        assert (model.states(idx, compiled=True) - states).norm() < 1e-8 * states.norm()
+        assert (model.states(idx, use_scan=True) - states).norm() < 1e-8 * states.norm()
 
 
 def test_the_loop_saves_its_state_once_per_segment():
@@ -181,7 +181,7 @@ def test_decoding_equals_the_full_forward_in_float64(n_head):
 def test_a_nan_weight_gives_nan_states(form):
     model, idx = make(scan=form)
     model.layers[0].query.bias.data[0] = float('nan')
-    assert model.states(idx, compiled=True).isnan().any()
+    assert model.states(idx, use_scan=True).isnan().any()
 
 
 def test_gates_and_decays_near_1_are_not_rounded_to_1_by_bf16_weights():
@@ -209,10 +209,10 @@ def test_state_and_memory_are_in_fp32(narrow, form):
     model, idx = make(n_layer=2, scan=form)
     for p in model.float().parameters():
         torch.nn.init.normal_(p, std=0.2)
-    want = model.states(idx, compiled=True)
+    want = model.states(idx, use_scan=True)
     if narrow == 'weights':
         model = model.to(torch.bfloat16)
         assert model.new_cache(3, 23).windows['state'].dtype == torch.float32
     with torch.autocast('cpu', torch.bfloat16, enabled=narrow == 'autocast'):
-        got = model.states(idx, compiled=True)
+        got = model.states(idx, use_scan=True)
     assert got.dtype == torch.float32 and (got - want).norm() < 0.03 * want.norm()

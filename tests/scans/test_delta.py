@@ -84,7 +84,7 @@ def test_scans_equal_repeated_steps_with_gradients(values, kernels_device, gpu_f
         scale_keys(model, 1e-6)
     want = equations(model, idx)
     model = model.to(dtype)
-    assert_near(results(model, model.states(idx, compiled=True), idx), want, tolerance)
+    assert_near(results(model, model.states(idx, use_scan=True), idx), want, tolerance)
 
 
 @in_kernels
@@ -100,7 +100,7 @@ def test_bf16_errors_are_like_those_of_the_equations(kernels_device, gpu_form):
     exact = equations(model, idx)
     model = model.float()
     with torch.autocast(idx.device.type, torch.bfloat16):
-        of_equations, states = equations(model, idx), model.states(idx, compiled=True)
+        of_equations, states = equations(model, idx), model.states(idx, use_scan=True)
     recurrence, = model._recurrences.values()
     assert states.dtype == torch.float32 and recurrence.placed[0].dtype == torch.bfloat16
     errors = []

@@ -123,7 +123,7 @@ def test_edited_equations_of_gpn(name, form):
     file = importlib.import_module(f'papers.gpn.edits.{name}')
     model, idx = random_model(file, 3, **SMALL, eos_id=59, bptt_len=7)
     want = results(model, model.states(idx))
-    assert_near(results(model, model.states(idx, compiled=True)), want, 1e-9, all_matter=False)
+    assert_near(results(model, model.states(idx, use_scan=True)), want, 1e-9, all_matter=False)
 
 
 def own_model():
@@ -218,7 +218,7 @@ def test_compiled_graphs_equal_the_loop():
     for p in model.parameters():
         p.data *= 0.5 if p.dim() == 2 else 1
     want = results(model, model.states(idx))
-    assert_near(results(model, model.states(idx, compiled=True)), want, 1e-9, all_matter=False)
+    assert_near(results(model, model.states(idx, use_scan=True)), want, 1e-9, all_matter=False)
 
 
 def test_without_a_compiler_the_loop_runs_and_one_line_is_printed(monkeypatch, capsys):
@@ -226,5 +226,5 @@ def test_without_a_compiler_the_loop_runs_and_one_line_is_printed(monkeypatch, c
     scans.warn_once.cache_clear()
     model, idx = random_model(model_gpn, 3, **SMALL)
     for _ in range(2):
-        assert torch.equal(model.states(idx, compiled=True), model.states(idx))
+        assert torch.equal(model.states(idx, use_scan=True), model.states(idx))
     assert capsys.readouterr().err.count('\n') == 1

@@ -324,13 +324,8 @@ class _Graph:
     """A function of lists of tensors as a CUDA graph. A replay overwrites the last results."""
 
     def __init__(self, function, inputs):
-        self.inputs = tree_map(torch.clone, inputs)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # the first call compiles, which cannot be recorded
-            function(*self.inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
+        self.inputs, self.graph = tree_map(torch.clone, inputs), torch.cuda.CUDAGraph()
+        function(*self.inputs)  # compiles, which cannot be recorded
         with torch.cuda.graph(self.graph, capture_error_mode='thread_local'):  # NCCL's thread may run
             self.results = function(*self.inputs)
 
@@ -411,7 +406,7 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters
     is_narrow = on_gpu(x[0]) and torch.is_autocast_enabled(kind) and first[0].dtype == torch.float32
     dtype = torch.get_autocast_dtype(kind) if is_narrow else None
-    key = (step.__code__, id(step.__self__), module.training, carry_mask is None, dtype,
+    key = (step.__code__, id(step.__self__), module.training, carry_mask is None, dtype, x[0].device,
            *((name, a.shape, a.dtype) for name, a in [*enumerate(arguments), *named.items()]))
     recurrences = module.__dict__.setdefault('_recurrences', _Recurrences())
     with torch.autocast(kind, enabled=False):

@@ -197,6 +197,13 @@ def test_autocast_bf16_inputs_and_steps_that_return_a_tensor():
         recurrent.scan(cell, Wrong().step, [x], [first])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_a_module_may_move_to_a_gpu():
+    cell, x, first = Cell().double(), torch.randn(3, 5, 16).double(), torch.zeros(3, 16).double()
+    out = recurrent.scan(cell, cell.step, [x], [first])
+    torch.testing.assert_close(recurrent.scan(cell.cuda(), cell.step, [x.cuda()], [first.cuda()]).cpu(), out)
+
+
 def test_a_state_made_of_narrow_products_is_kept_in_fp32(gpu_form):
     torch.manual_seed(0)
     cell, x, first, z = Cell(), torch.randn(3, 16), torch.zeros(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)

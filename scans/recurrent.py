@@ -400,7 +400,7 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
     multiples of this many tokens. Products have the weights' dtype, on a GPU that of autocast; all
     else is fp32 or wider.
     """
-    x, first = ([at_least_fp32(a) if a.is_floating_point() else a for a in part] for part in (x, first))
+    x, first = ([at_least_fp32(a) for a in part] for part in (x, first))  # masks and integers, too
     first, T, kind = [s.detach().contiguous() for s in first], x[0].shape[1], x[0].device.type
     arguments = *(a[:, 0].detach().clone() for a in x), *(s.clone() for s in first)
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters

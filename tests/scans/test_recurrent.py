@@ -162,6 +162,9 @@ class Cell(nn.Module):
     def of_product(self, x, h):
         return torch.tanh(self.recur(x + h)),
 
+    def masked(self, x, keep, h):
+        return torch.tanh(x + keep * self.recur(h)),
+
 
 def check(module, step, x, first, tolerance=1e-9):
     found = [{'out': scan(module, step, [x], [first])} for scan in (recurrent.scan, plain_scan)]
@@ -202,6 +205,14 @@ def test_a_module_may_move_to_a_gpu():
     cell, x, first = Cell().double(), torch.randn(3, 5, 16).double(), torch.zeros(3, 16).double()
     out = recurrent.scan(cell, cell.step, [x], [first])
     torch.testing.assert_close(recurrent.scan(cell.cuda(), cell.step, [x.cuda()], [first.cuda()]).cpu(), out)
+
+
+def test_a_mask_may_be_an_input(form):
+    torch.manual_seed(0)
+    cell, x, keep, first = Cell(), torch.randn(3, 5, 16), torch.rand(3, 5, 16) > 0.5, torch.zeros(3, 16)
+    found, want = (torch.autograd.grad(scan(cell, cell.masked, [x, keep], [first]).square().sum(), cell.recur.weight)
+                   for scan in (recurrent.scan, plain_scan))
+    torch.testing.assert_close(found, want)
 
 
 def test_a_state_made_of_narrow_products_is_kept_in_fp32(gpu_form):

@@ -256,7 +256,8 @@ class Recurrence:
             grads = [(a, g) for a, g in zip(after, [grad_state[0] + grad[0], *grad_state[1:]]) if a.requires_grad]
             found = iter(torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *z], [g for _, g in grads],
                                              materialize_grads=True))
-        grad_state = [next(found).contiguous() for _ in state]
+        given = [id(g) for g in grad_state]  # copied: a CUDA graph that returns an input would overwrite it
+        grad_state = [g.clone() if id(g) in given else g.contiguous() for _, g in zip(state, found)]
         for total in totals:
             total.add_(next(found))
         for room, value in zip([*dx, *dz, *y], [*found, *products.y]):

@@ -165,6 +165,9 @@ class Cell(nn.Module):
     def masked(self, x, keep, h):
         return torch.tanh(x + keep * self.recur(h)),
 
+    def delayed(self, x, h, third, second, first):
+        return torch.tanh(x + self.recur(h) + third), second, first, h
+
 
 def check(module, step, x, first, tolerance=1e-9):
     found = [{'out': scan(module, step, [x], [first])} for scan in (recurrent.scan, plain_scan)]
@@ -205,6 +208,14 @@ def test_a_module_may_move_to_a_gpu():
     cell, x, first = Cell().double(), torch.randn(3, 5, 16).double(), torch.zeros(3, 16).double()
     out = recurrent.scan(cell, cell.step, [x], [first])
     torch.testing.assert_close(recurrent.scan(cell.cuda(), cell.step, [x.cuda()], [first.cuda()]).cpu(), out)
+
+
+def test_a_state_may_be_passed_on(form):
+    """Here, a segment's first gradients of the state are some of its last ones."""
+    torch.manual_seed(0)
+    cell, x, first = Cell().double(), torch.randn(3, 6, 16).double(), [*torch.zeros(4, 3, 16).double()]
+    outs = (recurrent.scan(cell, cell.delayed, [x], first, segment_len=2), plain_scan(cell, cell.delayed, [x], first))
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), cell.recur.weight) for out in outs))
 
 
 def test_a_mask_may_be_an_input(form):

@@ -15,7 +15,7 @@
 Each of the three is a graph of one token, traced from the step and compiled by Inductor once per
 shape. Products of the same input are one product, a group. The gradients of other parameters, such
 as norms' weights, are added token by token. DDP and FSDP see a parameter's gradient once. On a GPU,
-the tokens of a segment are recorded as a CUDA graph, and products have the dtype of autocast.
+the tokens of a segment are cuda_graphs as a CUDA graph, and products have the dtype of autocast.
 
 A step must not depend on values of tensors. Its trace freezes what Python computes, so random
 numbers have to be among x. A parameter that the step reads gets a gradient, if only of zeros.
@@ -49,7 +49,7 @@ PARTS, LANES = 8, 16  # parts of a product's matrix, and a multiple of their row
 
 @outside_graphs
 def runs_on(device):
-    """Return True on a GPU with Triton or a CPU with a C++ compiler. Says so, once, without one."""
+    """Return True on a GPU with Triton or a CPU with a C++ compiler, which is missed in a line."""
     if device.type == 'cuda':
         return triton is not None
     compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
@@ -65,9 +65,13 @@ def on_gpu(tensor):
 # ---- a step's products ----
 
 def weights_of(names, input, weight, bias=None):
-    """Return the names of W and b (or None) in F.linear, if they are parameters. names: by id."""
+    """Return the names of W and b (or None), given F.linear's arguments. names: {id: name}.
+
+    None if W or b is no parameter.
+    """
     if id(weight) in names and (bias is None or id(bias) in names):
-        return names[id(weight)], names.get(id(bias))
+        return names[id(weight)], None if bias is None else names[id(bias)]
+    return None
 
 
 class _Record(TorchFunctionMode):
@@ -76,7 +80,7 @@ class _Record(TorchFunctionMode):
     def __init__(self, params):
         super().__init__()
         self.names, self.products, self.inputs, self.plain = {id(p): n for n, p in params.items()}, [], [], {}
-        self.kept = []
+        self.op_results = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -87,7 +91,7 @@ class _Record(TorchFunctionMode):
             self.plain.update((self.names[id(x)], None) for x in tree_leaves((args, kwargs)) if id(x) in self.names)
         results = func(*args, **kwargs)
         if hasattr(func, 'keeps'):
-            self.kept.append(results[-1])
+            self.op_results.append(results[-1])
         return results
 
 
@@ -128,11 +132,11 @@ class _Compute(TorchFunctionMode):
     inputs and values of the groups.
     """
 
-    def __init__(self, places, weights, biases, names, plain, z, known):
+    def __init__(self, columns_of, weights, biases, names, plain, z, known):
         super().__init__()
-        self.places, self.weights, self.biases, self.known = iter(places), weights, biases, known
+        self.columns_of, self.weights, self.biases, self.known = iter(columns_of), weights, biases, known
         self.names, self.plain, self.y, self.z = names, plain, [None] * len(weights), [*z[:len(weights)]]
-        self.kept = iter(z[len(weights):])
+        self.op_results = iter(z[len(weights):])
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -140,10 +144,10 @@ class _Compute(TorchFunctionMode):
             args, kwargs = tree_map(lambda x: self.plain.get(self.names.get(id(x)), x), (args, kwargs))
             if not hasattr(func, 'keeps'):
                 return func(*args, **kwargs)
-            room = next(self.kept)
+            room = next(self.op_results)
             results = func(*args, **kwargs, known=room if self.known else None)
             return results if self.known else [*results[:-1], room.copy_(results[-1])]
-        i, columns = next(self.places)
+        i, columns = next(self.columns_of)
         if self.y[i] is None:
             w, b, z = self.weights[i], self.biases[i], self.z[i]
             y = args[0].flatten(0, -2).to(w.dtype)
@@ -162,13 +166,13 @@ class _Compute(TorchFunctionMode):
 class Recurrence:
     """A step for one shape of arguments. Its methods take lists of tensors (B, ...) or (S, B, ...).
 
-    params: what `merge` returns; start: [] or [carry_mask (B,), *first state], see `scan`
+    params: what `merge` returns; reset: [] or [carry_mask (B,), *first state], see `scan`
 
     groups: lists of (name of W, name of b or None), for the products of one input
-    rows: of each group's input, per row of the batch
-    places: for each product of the step, in order, its group's index, and its columns there
+    rows: of each group's input, per sequence: more than 1 if it is (B, heads, m)
+    columns_of: for each product of the step, in order, its group's index, and its columns there
     plain: names of the parameters that other functions use
-    kept: a result of each operator that keeps one
+    op_results: a tensor like that of each operator with `keeps`
     """
 
     def __init__(self, step, named, arguments, dtype=None):
@@ -177,7 +181,7 @@ class Recurrence:
         dtype: of the products, on a GPU; None: that of the weights.
         """
         self.step, self.named, self.dtype, self.on_gpu = step, named, dtype, on_gpu(arguments[0])
-        self.graphs, self.recorded, self.placed, record = {}, {}, None, _Record(named)
+        self.compiled, self.cuda_graphs, self.fixed, record = {}, {}, None, _Record(named)
 
         def inputs(*arguments):
             with record:
@@ -185,19 +189,19 @@ class Recurrence:
             return record.inputs
 
         graph, numbers, seen = make_fx(inputs)(*arguments).graph, {}, {}
-        for node in graph.nodes:  # the same operation on the same values gets the same number
+        for node in graph.nodes:  # equal values get the same number, so products of equal inputs are one group
             of_args = torch.fx.node.map_arg((node.args, node.kwargs), numbers.get)
             key = f'{node.target}{of_args}' if node.op == 'call_function' else f'{node.op} {node.target}'
             numbers[node] = seen.setdefault(key, f'%{len(seen)}')
-        groups, rows, self.places = {}, {}, []
+        groups, rows, self.columns_of = {}, {}, []
         for (w, b), y in zip(record.products, graph.output_node().args[0]):
             group = groups.setdefault(numbers[y], [])
             rows[numbers[y]] = math.prod(y.meta['val'].shape[1:-1])
             start = sum(len(named[name]) for name, _ in group)
-            self.places.append((list(groups).index(numbers[y]), slice(start, start + len(named[w]))))
+            self.columns_of.append((list(groups).index(numbers[y]), slice(start, start + len(named[w]))))
             group.append((w, b))
         self.groups, self.rows, self.plain = [*groups.values()], [*rows.values()], [*record.plain]
-        self.kept = [torch.empty_like(a) for a in record.kept]
+        self.op_results = [torch.empty_like(a) for a in record.op_results]
 
     def merge(self):
         """Return the groups' weights, the groups' biases, and other parameters."""
@@ -208,67 +212,68 @@ class Recurrence:
                 *(torch.cat([bias(*pair) for pair in group]) for group in self.groups),
                 *(self.named[name] for name in self.plain)]
 
-    def place(self, params):
+    def at_fixed_addresses(self, params):
         """Return params; on a GPU at fixed addresses, for CUDA graphs, and the groups' in dtype."""
         if not self.on_gpu:
             return params
-        if self.placed is None:
+        if self.fixed is None:
             n = 2 * len(self.groups)
             with torch.inference_mode(False):
-                self.placed = [torch.empty_like(p, dtype=self.dtype if i < n else None) for i, p in enumerate(params)]
-        for own, p in zip(self.placed, params):
+                self.fixed = [torch.empty_like(p, dtype=self.dtype if i < n else None) for i, p in enumerate(params)]
+        for own, p in zip(self.fixed, params):
             own.copy_(p)
-        return self.placed
+        return self.fixed
 
-    def run(self, params, x, start, state, z, known=True):
+    def run(self, params, x, reset, state, z, known=True):
         """Return the state after a token, and its products: in z if known, else written to z."""
-        if start:
-            state = [torch.where(start[0].view(-1, *[1] * (s.dim() - 1)), s, f) for s, f in zip(state, start[1:])]
+        if reset:  # the rows whose carry_mask is False
+            carry, *first = reset
+            state = [torch.where(carry.view(-1, *[1] * (s.dim() - 1)), s, f) for s, f in zip(state, first)]
         n, names = len(self.groups), {id(p): name for name, p in self.named.items()}
         plain = dict(zip(self.plain, params[2 * n:]))
-        with _Compute(self.places, params[:n], params[n:2 * n], names, plain, z, known) as products:
+        with _Compute(self.columns_of, params[:n], params[n:2 * n], names, plain, z, known) as products:
             new = self.step(*x, *state)
         if isinstance(new, torch.Tensor) or [a.shape for a in new] != [s.shape for s in state]:
             raise ValueError('a step must return the new state: a tuple of tensors like those it was given')
         return [a.to(s.dtype).contiguous() for a, s in zip(new, state)], products
 
-    def forward(self, params, x, start, state, out, z):
+    def forward(self, params, x, reset, state, out, z):
         """Return the state after a token. Fills out (its first tensor) and z."""
-        state, _ = self.run(params, x, start, state, z, known=False)
+        state, _ = self.run(params, x, reset, state, z, known=False)
         out[0].copy_(state[0])
         return state
 
-    def rebuild(self, params, x, start, state, z):
+    def rebuild(self, params, x, reset, state, z):
         """Return the state after a token."""
-        return self.run(params, x, start, state, z)[0]
+        return self.run(params, x, reset, state, z)[0]
 
-    def backward(self, params, x, start, state, z, grad, grad_state, totals, dx, dz, y):
+    def backward(self, params, x, reset, state, z, grad, grad_state, totals, dx, dz, y):
         """Return the gradient of the state before a token.
 
         grad, grad_state: gradients of out, and of the state after the token. Fills dx, dz and y.
         Adds to totals, the gradients of other parameters than the groups'.
         """
         n = len(self.groups)
-        z, kept, weights, plain = z[:n], z[n:], params[:2 * n], params[2 * n:]
+        z, op_results, weights, plain = z[:n], z[n:], params[:2 * n], params[2 * n:]
         with torch.enable_grad():
             plain, x, state, z = ([a.detach().requires_grad_() for a in part] for part in (plain, x, state, z))
-            after, products = self.run([*weights, *plain], x, start, state, [*z, *kept])
+            after, products = self.run([*weights, *plain], x, reset, state, [*z, *op_results])
             grads = [(a, g) for a, g in zip(after, [grad_state[0] + grad[0], *grad_state[1:]]) if a.requires_grad]
-            found = iter(torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *z], [g for _, g in grads],
-                                             materialize_grads=True))
-        given = [id(g) for g in grad_state]  # copied: a CUDA graph that returns an input would overwrite it
-        grad_state = [g.clone() if id(g) in given else g.contiguous() for _, g in zip(state, found)]
-        for total in totals:
-            total.add_(next(found))
-        for room, value in zip([*dx, *dz, *y], [*found, *products.y]):
+            found = torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *z], [g for _, g in grads],
+                                        materialize_grads=True)
+        i, j = len(state), len(state) + len(plain)
+        for total, g in zip(totals, found[i:j]):
+            total.add_(g)
+        for room, value in zip([*dx, *dz, *y], [*found[j:], *products.y]):
             room.copy_(value)
-        return grad_state
+        given = [id(g) for g in grad_state]  # cloned: a CUDA graph that returns an input would overwrite it
+        return [g.clone() if id(g) in given else g.contiguous() for g in found[:i]]
 
     @torch.no_grad()
     def call(self, function, *parts):
         """Call one of these three. The first call traces it, in plain Python, and compiles it."""
         tensors = [a for part in parts for a in part]
-        if function.__name__ not in self.graphs:
+        if function.__name__ not in self.compiled:
             def flat(*tensors):
                 rest = iter(tensors)
                 return function(*([next(rest) for _ in part] for part in parts))
@@ -277,51 +282,52 @@ class Recurrence:
             graph = make_fx(flat, tracing_mode='fake')(*examples)
             fake = [node.meta['val'] for node in graph.graph.find_nodes(op='placeholder')]  # Inductor caches these
             options = OPTIONS[tensors[0].device.type]
-            self.graphs[function.__name__] = torch._inductor.compile(graph, fake, options=options)
-        return self.graphs[function.__name__](*tensors)
+            self.compiled[function.__name__] = torch._inductor.compile(graph, fake, options=options)
+        return self.compiled[function.__name__](*tensors)
 
     # ---- the tokens of a segment ----
 
-    def forward_segment(self, params, x, mask, first, state):
+    def forward_segment(self, params, x, mask, reset_to, state):
         """Return the state after S tokens, the outputs, and z."""
         S, B = x[0].shape[:2]
         out = x[0].new_empty(S, *state[0].shape)
-        z = [w.new_empty(S, B * n, len(w)) for w, n in zip(params, self.rows)]
-        z += [a.new_empty(S, *a.shape) for a in self.kept]
+        z = [w.new_empty(S, B * n, len(w)) for w, n in zip(params, self.rows)]  # params start with the groups' weights
+        z += [a.new_empty(S, *a.shape) for a in self.op_results]
         for x_t, mask_t, *rooms in _tokens(S, x, mask, [out], z):
-            state = self.call(self.forward, params, x_t, [*mask_t, *first], state, *rooms)
+            state = self.call(self.forward, params, x_t, [*mask_t, *reset_to], state, *rooms)
         return state, out, z
 
-    def backward_segment(self, params, x, mask, first, state, z, grad, grad_state, totals):
+    def backward_segment(self, params, x, mask, reset_to, state, z, grad, grad_state, totals):
         """Return the gradient of the state before S tokens, totals, dx, dz, and y."""
         dx, dz = [torch.empty_like(a) for a in x], [torch.empty_like(v) for v in z[:len(self.groups)]]
         y = [v.new_empty(*v.shape[:2], w.shape[1]) for v, w in zip(dz, params)]
         tokens, chain = _tokens(len(grad), x, mask, z, [grad], dx, dz, y), [state]
         for x_t, mask_t, z_t, *_ in tokens[:-1]:
-            chain.append(self.call(self.rebuild, params, x_t, [*mask_t, *first], chain[-1], z_t))
+            chain.append(self.call(self.rebuild, params, x_t, [*mask_t, *reset_to], chain[-1], z_t))
         for x_t, mask_t, z_t, grad_t, *rooms in reversed(tokens):
-            grad_state = self.call(self.backward, params, x_t, [*mask_t, *first], chain.pop(), z_t, grad_t, grad_state,
-                                   totals, *rooms)
+            grad_state = self.call(self.backward, params, x_t, [*mask_t, *reset_to], chain.pop(), z_t, grad_t,
+                                   grad_state, totals, *rooms)
         return grad_state, totals, dx, dz, y
 
     def segment(self, function, params, is_usual, *inputs):
-        """Call one of these two; on a GPU, as a CUDA graph if the segment has the usual length."""
+        """Call one of these two, on a GPU as a CUDA graph if is_usual: as long as the first."""
         with torch.autocast(inputs[0][0].device.type, enabled=False):
             if not is_usual or not self.on_gpu:
                 return function(params, *inputs)
             key = function.__name__, len(inputs[0][0])
-            if key not in self.recorded:
+            if key not in self.cuda_graphs:
                 with torch.inference_mode(False), torch.no_grad():  # training may use evaluation's graph
-                    self.recorded[key] = _Graph(functools.partial(function, params), inputs)
-            return self.recorded[key].replay(inputs)
+                    self.cuda_graphs[key] = _CudaGraph(functools.partial(function, params), inputs)
+            return self.cuda_graphs[key].replay(inputs)
 
 
 def _tokens(S, *parts):
-    """Turn lists of tensors (S, ...) into S tuples of lists of tensors."""
-    return [*zip(*([*map(list, zip(*(a.unbind() for a in part)))] or [[]] * S for part in parts))]
+    """Split lists of tensors (S, ...): 2, [a, b], [] -> [([a0, b0], []), ([a1, b1], [])]."""
+    parts = [[a.unbind() for a in part] for part in parts]
+    return [tuple([a[t] for a in part] for part in parts) for t in range(S)]
 
 
-class _Graph:
+class _CudaGraph:
     """A function of lists of tensors as a CUDA graph. A replay overwrites the last results."""
 
     def __init__(self, function, inputs):
@@ -343,36 +349,37 @@ class _Scan(torch.autograd.Function):
     """See `scan`. segments: [(start, end, True if gradients stop there)]; tensors: x, params."""
 
     @staticmethod
-    def forward(ctx, r, segments, first, mask, reset, keep, n_x, *tensors):
+    def forward(ctx, r, segments, first, mask, reset_to, needs_grad, n_x, *tensors):
         x, params = [a.transpose(0, 1).contiguous() for a in tensors[:n_x]], tensors[n_x:]
-        placed, state, kept = r.place(params), first, []
+        fixed, state, saved = r.at_fixed_addresses(params), first, []
         out = x[0].new_empty(len(x[0]), *first[0].shape)
         for a, b, _ in segments:
-            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], reset, state
-            after, out[a:b], z = r.segment(r.forward_segment, placed, b - a == segments[0][1], *inputs)
+            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], reset_to, state
+            after, part, z = r.segment(r.forward_segment, fixed, b - a == segments[0][1], *inputs)
+            out[a:b] = part
             if r.on_gpu:  # the next replay overwrites these
                 after, z = tree_map(torch.clone, (after, z))
-            if keep:
-                kept += state, z
+            if needs_grad:
+                saved += state, z
             state = after
-        kept = [x, params, mask, reset, *kept]
-        ctx.save_for_backward(*(v for part in kept for v in part))
-        ctx.others = r, segments, [*map(len, kept)]
+        saved = [x, params, mask, reset_to, *saved]
+        ctx.save_for_backward(*(v for part in saved for v in part))
+        ctx.others = r, segments, [*map(len, saved)]
         return out.transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (r, segments, sizes), saved = ctx.others, iter(ctx.saved_tensors)
-        x, params, mask, reset, *kept = ([next(saved) for _ in range(n)] for n in sizes)
-        n, placed, grad = len(r.groups), r.place(params), grad.transpose(0, 1).contiguous()
+        (r, segments, sizes), tensors = ctx.others, iter(ctx.saved_tensors)
+        x, params, mask, reset_to, *saved = ([next(tensors) for _ in range(n)] for n in sizes)
+        n, fixed, grad = len(r.groups), r.at_fixed_addresses(params), grad.transpose(0, 1).contiguous()
         dx, totals = [torch.empty_like(a) for a in x], [torch.zeros_like(p) for p in params]
         plain = totals[2 * n:]
-        for (a, b, stops), state, z in reversed([*zip(segments, kept[::2], kept[1::2])]):
+        for (a, b, stops), state, z in reversed([*zip(segments, saved[::2], saved[1::2])]):
             if stops:
                 grad_state = [torch.zeros_like(s) for s in state]
-            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], reset, state, z, grad[a:b], grad_state, plain
-            grad_state, plain, parts, dz, y = r.segment(r.backward_segment, placed, b - a == segments[0][1], *inputs)
+            inputs = [v[a:b] for v in x], [v[a:b] for v in mask], reset_to, state, z, grad[a:b], grad_state, plain
+            grad_state, plain, parts, dz, y = r.segment(r.backward_segment, fixed, b - a == segments[0][1], *inputs)
             for room, part in zip(dx, parts):
                 room[a:b] = part
             for dw, db, of_z, of_y in zip(totals, totals[n:], dz, y):
@@ -398,8 +405,8 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
 
     step: a method that reads parameters of module and no buffers; x: list of (B, T, ...); first: a
     constant state, before token 0 and where carry_mask (B, T) is False; bptt_len: gradients stop at
-    multiples of this many tokens. Products have the weights' dtype, on a GPU that of autocast; all
-    else is fp32 or wider.
+    multiples of this many tokens, best a multiple of segment_len. Products have the weights' dtype,
+    on a GPU that of autocast; all else is fp32 or wider.
     """
     x, first = ([at_least_fp32(a) for a in part] for part in (x, first))  # masks and integers, too
     first, T, kind = [s.detach().contiguous() for s in first], x[0].shape[1], x[0].device.type
@@ -407,6 +414,7 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters
     is_narrow = on_gpu(x[0]) and torch.is_autocast_enabled(kind) and first[0].dtype == torch.float32
     dtype = torch.get_autocast_dtype(kind) if is_narrow else None
+    # a new batch size is compiled anew. Old ones are kept, on a GPU with a copy of the parameters
     key = (step.__code__, id(step.__self__), module.training, carry_mask is None, dtype, x[0].device,
            *((name, a.shape, a.dtype) for name, a in [*enumerate(arguments), *named.items()]))
     recurrences = module.__dict__.setdefault('_recurrences', _Recurrences())
@@ -415,5 +423,5 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
         r.step, r.named = step, named
         starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len or T)})
         segments = [(a, b, b == T or bptt_len and b % bptt_len == 0) for a, b in zip(starts, [*starts[1:], T])]
-        mask, reset = ([], []) if carry_mask is None else ([carry_mask.T.contiguous()], first)
-        return _Scan.apply(r, segments, first, mask, reset, torch.is_grad_enabled(), len(x), *x, *r.merge())
+        mask, reset_to = ([], []) if carry_mask is None else ([carry_mask.T.contiguous()], first)
+        return _Scan.apply(r, segments, first, mask, reset_to, torch.is_grad_enabled(), len(x), *x, *r.merge())

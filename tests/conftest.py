@@ -81,7 +81,7 @@ def recurrences_are_traced_but_not_compiled(request, monkeypatch):
         monkeypatch.setattr('torch._inductor.compile', lambda graph, examples, options: graph)
 
 
-class Rerun(recurrent._Graph):
+class Rerun(recurrent._CudaGraph):
     """Stand-in for a CUDA graph, with the same input and output tensors in each replay."""
 
     def __init__(self, function, inputs):
@@ -99,7 +99,7 @@ def gpu_form(monkeypatch):
     if torch.cuda.is_available():
         return 'cuda'
     monkeypatch.setattr(recurrent, 'on_gpu', lambda tensor: True)
-    monkeypatch.setattr(recurrent, '_Graph', Rerun)
+    monkeypatch.setattr(recurrent, '_CudaGraph', Rerun)
     return 'cpu'
 
 

@@ -102,7 +102,7 @@ def test_bf16_errors_are_like_those_of_the_equations(kernels_device, gpu_form):
     with torch.autocast(idx.device.type, torch.bfloat16):
         of_equations, states = equations(model, idx), model.states(idx, use_scan=True)
     recurrence, = model._recurrences.values()
-    assert states.dtype == torch.float32 and recurrence.placed[0].dtype == torch.bfloat16
+    assert states.dtype == torch.float32 and recurrence.fixed[0].dtype == torch.bfloat16
     errors = []
     for found in (of_equations, results(model, states, idx)):
         errors.append(torch.stack([(found[name] - want).norm() for name, want in exact.items()]))

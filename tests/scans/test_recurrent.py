@@ -230,7 +230,7 @@ def test_a_state_made_of_narrow_products_is_kept_in_fp32(gpu_form):
     torch.manual_seed(0)
     cell, x, first, z = Cell(), torch.randn(3, 16), torch.zeros(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)
     recurrence = recurrent.Recurrence(cell.of_product, dict(cell.named_parameters()), (x, first), torch.bfloat16)
-    state, = recurrence.run(recurrence.place(recurrence.merge()), [x], [], [first], [z], known=False)[0]
+    state, = recurrence.run(recurrence.at_fixed_addresses(recurrence.merge()), [x], [], [first], [z], known=False)[0]
     assert state.dtype == torch.float32
     torch.testing.assert_close(state, *cell.of_product(x, first), rtol=0, atol=0.03)
 

@@ -242,8 +242,9 @@ class Wrong(Cell):
 
 @pytest.mark.slow
 @pytest.mark.compiles
-def test_compiled_graphs_equal_the_loop():
+def test_compiled_graphs_equal_the_loop(device):
     model, idx = random_model(model_gpn, 3, **SMALL | dict(n_embd=32, n_ffn=48), eos_id=59, bptt_len=7)
+    model, idx = model.to(device), idx.to(device)
     for p in model.parameters():
         p.data *= 0.5 if p.dim() == 2 else 1
     want = results(model, model.states(idx))

@@ -1,8 +1,7 @@
 """Attention by a pattern: say which keys a query sees, then train and decode with it at full speed.
 
-A pattern is a function `sees(q, k)` in the model file. q and k are `Tokens` with integer fields
-pos, stream and doc_start that broadcast; the result is True where query q attends to key k. The
-standard Transformer's pattern is
+A pattern is a function `sees(q, k)` of `Tokens` q and k, in the model file. It returns True where
+query q attends to key k. The standard Transformer's pattern is
 
     def sees(self, q, k):
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
@@ -16,8 +15,7 @@ masks for decoding, and the size of the KV cache. An edited pattern both trains 
 
 If layers differ, `sees` is a list with a pattern for each layer, and masks are lists, too. A method
 `score_bias(q, k, head)` adds to the scores. The rest of what a model needs: `embed.weight`, and in
-`config` n_layer, n_embd, n_head, n_kv_head, head_size, rope_theta and eos_id. At the end of the
-file are rotary embeddings, activation checkpointing, a chunked loss and checks of a Config.
+`config` n_layer, n_embd, n_head, n_kv_head, head_size, rope_theta and eos_id.
 
 B batch, T positions, D head size, n tokens of a call, S streams, C width, V vocabulary. With two
 streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T of rho.
@@ -30,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 TILE_ROWS, KEY_BLOCK = 128, 64  # CPU tiles: query rows, over all streams; keys are loaded in whole blocks
@@ -42,12 +40,12 @@ EMPTY_SLOT = 2 ** 30  # position of empty cache slots: later than any query
 
 def outside_graphs(function):
     """Make a function run eagerly inside a compiled model (decorator)."""
-    disabled = torch._disable_dynamo(function)  # torch.compiler.disable imports the compiler: a second
+    disabled = torch._disable_dynamo(function)  # torch.compiler.disable imports the compiler, which takes 1 s
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-    # own code object: after too many recompilations of a shared one, the compiler skips the wrapper
+    # own code object: the compiler counts recompilations by it, and after too many skips `call`
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return call
 
@@ -105,7 +103,7 @@ class Mask(NamedTuple):
     """A pattern prepared for `attention`, made by `make_mask` or `Piece.mask`."""
 
     kind: str  # causal, tiles, flex or dense
-    data: Any = None
+    data: Any = None  # tiles: [(rows, key ranges, additive mask)]; flex: (block_mask, score_mod); dense: see dense_mask
 
 
 @outside_graphs
@@ -113,23 +111,33 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     """Prepare the attention of whole sequences by model.sees: once per step, for all layers.
 
     doc_start: (B, T) int64 from `document_starts`, or None for one document; keys, queries: tuples
-    of streams (queries=None: the same as keys). The model keeps masks for the next step if only
-    numbers decide them: not with documents or a score_bias, nor if `sees` reads a tensor.
+    of streams (queries=None: the same as keys). The model keeps a mask for the next step, unless
+    there are documents or a score_bias, or `sees` reads a tensor. See `_mask_key`.
     """
     queries, device, trains = queries or keys, torch.device(device), torch.is_grad_enabled()
-    recurs = trains or T % FLEX_BLOCK == 0  # unlike most lengths of prompts
+    length_recurs = trains or T % FLEX_BLOCK == 0  # unlike most lengths of prompts
     may_keep = doc_start is None and not hasattr(model, 'score_bias')
-    numbers = [x for x in (*vars(model).values(), *vars(model.config).values()) if isinstance(x, (int, float))]
-    code = each_layer(model.sees, lambda f: (getattr(f, '__func__', f), id(getattr(f, '__self__', None))))
-    made_for = T, device, trains, torch.is_autocast_enabled('cpu'), numbers, code
-    kept = vars(model).setdefault('kept_masks', KeptMasks())
-    if may_keep and kept.get((keys, queries), (None,))[0] == made_for:
+    kept = vars(model).setdefault('kept_masks', KeptMasks())  # {streams: (key, mask)}
+    key = _mask_key(model, T, device)
+    if may_keep and kept.get((keys, queries), (None,))[0] == key:
         return kept[keys, queries][1]
     with torch.inference_mode(False), torch.set_grad_enabled(trains):
-        mask = each_layer(model.sees, lambda sees: _new_mask(model, sees, T, device, doc_start, keys, queries, recurs))
+        mask = each_layer(model.sees, lambda f: _new_mask(model, f, T, device, doc_start, keys, queries, length_recurs))
     if may_keep and not reads_tensors(model.sees, device):
-        kept[keys, queries] = made_for, mask
+        kept[keys, queries] = key, mask
     return mask
+
+
+def _mask_key(model, T, device):
+    """Return all that a kept mask depends on: if it changes, the mask is made again.
+
+    Of what `sees` may read, it has numbers, strings and None of the model and its config, also in
+    lists, tuples and dicts. Globals, arrays and attributes of other objects are not noticed.
+    """
+    values, structure = tree_flatten((vars(model), vars(model.config)))
+    plain = [x for x in values if isinstance(x, (int, float, str, type(None)))]
+    code = each_layer(model.sees, lambda f: (getattr(f, '__func__', f), id(getattr(f, '__self__', None))))
+    return T, device, torch.is_grad_enabled(), torch.is_autocast_enabled('cpu'), code, plain, structure
 
 
 class KeptMasks(dict):
@@ -156,20 +164,20 @@ def reads_tensors(patterns, device):
     return bool(others)
 
 
-def _new_mask(model, sees, T, device, doc_start, keys, queries, recurs):
-    """Return the mask of whole sequences. recurs: False for lengths that hardly recur."""
-    c, bias = model.config, getattr(model, 'score_bias', None)
+def _new_mask(model, sees, T, device, doc_start, keys, queries, length_recurs):
+    """Return the mask of whole sequences. length_recurs: False for most lengths of prompts."""
+    c, score_bias = model.config, getattr(model, 'score_bias', None)
     q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
-    is_one = keys == queries == (0,) and doc_start is None and bias is None  # the triangle
+    may_be_causal = keys == queries == (0,) and doc_start is None and score_bias is None  # the triangle
     slow_on_cpu = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # tiles: faster backward, and in bf16
-    if is_one and (device.type == 'cuda' or device.type == 'cpu' and not slow_on_cpu):
+    if may_be_causal and (device.type == 'cuda' or device.type == 'cpu' and not slow_on_cpu):
         seen = _seen(sees, q, k)[0]
         if torch.equal(seen, torch.ones_like(seen).tril()):
             return Mask('causal')
     if device.type == 'cpu':
-        return Mask('tiles', list(_tiles(sees, bias, c.n_head, T, q, k)))
-    if device.type == 'cuda' and 16 <= c.head_size <= 256 and recurs:  # it compiles a kernel per length
-        return Mask('flex', flex_mask(sees, bias, T, device, doc_start, keys, queries))
+        return Mask('tiles', list(_tiles(sees, score_bias, c.n_head, T, q, k)))
+    if device.type == 'cuda' and 16 <= c.head_size <= 256 and length_recurs:  # it compiles a kernel per length
+        return Mask('flex', flex_mask(sees, score_bias, T, device, doc_start, keys, queries))
     return dense_mask(model, sees, q, k)
 
 
@@ -204,24 +212,21 @@ def dense_mask(model, sees, q, k, dtype=None):
 
     dtype: of cached keys, to make it additive once; PyTorch would convert booleans in every layer.
     """
-    seen, c, bias = _seen(sees, q, k).unsqueeze(1), model.config, getattr(model, 'score_bias', None)
-    if bias is not None or dtype is not None:
-        seen = _additive(seen, bias, c.n_head, q, k)
+    seen, c, score_bias = _seen(sees, q, k).unsqueeze(1), model.config, getattr(model, 'score_bias', None)
+    if score_bias is not None or dtype is not None:
+        seen = _additive(seen, score_bias, c.n_head, q, k)
     group = c.n_head // c.n_kv_head  # queries of a group are rows of one product, see `_dense_sdpa`
-    seen = seen.expand(-1, group if bias is None else -1, -1, -1).unflatten(1, (-1, group)).flatten(2, 3)
+    seen = seen.expand(-1, group if score_bias is None else -1, -1, -1).unflatten(1, (-1, group)).flatten(2, 3)
     return Mask('dense', seen if dtype is None else seen.to(dtype))
 
 
-def _additive(seen, bias, n_head, q, k):
-    """Return what to add to scores: bias (None: 0), -inf where unseen. (1 or B, 1 or H, n_q, n_k).
-
-    seen: (1 or B, 1, n_q, n_k); q, k: tokens with fields (1 or B, n).
-    """
-    if bias is None:
+def _additive(seen, score_bias, n_head, q, k):
+    """Return score_bias (None: 0), and -inf where unseen: (1 or B, 1 or H, n_q, n_k)."""
+    if score_bias is None:
         return torch.where(seen, 0.0, float('-inf'))
     q = Tokens(*(x[:, None, :, None] for x in q))
     k = Tokens(*(x[:, None, None, :] for x in (k.pos, k.stream)))
-    scores = at_least_fp32(bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]))
+    scores = at_least_fp32(score_bias(q, k, torch.arange(n_head, device=seen.device)[:, None, None]))
     return torch.where(seen, scores, float('-inf')).expand(-1, n_head, -1, -1)
 
 
@@ -239,11 +244,8 @@ def _dense_sdpa(q, k, v, seen):
 
 # ---- tiles: on a CPU ----
 
-def _tiles(sees, bias, n_head, T, q, k):
-    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask.
-
-    q, k: tokens of whole streams of T positions.
-    """
+def _tiles(sees, score_bias, n_head, T, q, k):
+    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask."""
     starts = range(0, q.pos.shape[1], T)  # of the streams
     step = TILE_ROWS // len(starts)
     for a in range(0, T, step):
@@ -255,7 +257,7 @@ def _tiles(sees, bias, n_head, T, q, k):
             raise ValueError('sees lets some queries attend to no key: every token must see at least one')
         seen = torch.cat([seen[..., part] for part in ranges], -1).unsqueeze(1)
         k_tile = Tokens(*(torch.cat([x[:, part] for part in ranges], 1) for x in k))
-        yield rows, ranges, _additive(seen, bias, n_head, q_tile, k_tile)
+        yield rows, ranges, _additive(seen, score_bias, n_head, q_tile, k_tile)
 
 
 def _key_ranges(needed, T):
@@ -269,20 +271,20 @@ def _key_ranges(needed, T):
 
 @outside_graphs  # the compiler would unroll the tiles of all layers and take minutes
 def _tiled_attention(q, k, v, tiles):
-    return _TiledAttention.apply(q, k, v, tiles, *(bias for *_, bias in tiles if bias.requires_grad))
+    return _TiledAttention.apply(q, k, v, tiles, *(additive for *_, additive in tiles if additive.requires_grad))
 
 
 class _TiledAttention(torch.autograd.Function):
     """Attention in tiles, on a CPU. q: (B, H, n_q, D); k, v: (B, H, n_k, D)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, tiles, *_):  # then the biases with weights, which get gradients
+    def forward(ctx, q, k, v, tiles, *_):  # then masks with learned biases, which get gradients
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (q * q.shape[-1] ** -0.5).contiguous(), k.contiguous(), v.contiguous()
             out, saved = torch.empty_like(q), []
             saves = any(ctx.needs_input_grad) and q.shape[2] * k.shape[2] <= MAX_SAVED_SCORES
-            for rows, ranges, bias in tiles:
-                p = (_take(q, rows) @ _take(k, ranges).mT).add_(bias).softmax(-1)
+            for rows, ranges, additive in tiles:
+                p = (_take(q, rows) @ _take(k, ranges).mT).add_(additive).softmax(-1)
                 _put(out, rows, p @ _take(v, ranges))
                 if saves:
                     saved.append(p)
@@ -295,13 +297,13 @@ class _TiledAttention(torch.autograd.Function):
         q, k, v, *saved = ctx.saved_tensors
         learned, wide = [], torch.promote_types(k.dtype, torch.float32)  # wide: for sums over many tiles
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for i, (rows, ranges, bias) in enumerate(ctx.tiles):
+        for i, (rows, ranges, additive) in enumerate(ctx.tiles):
             q_tile, k_tile, grad_tile = _take(q, rows), _take(k, ranges), _take(grad, rows)
-            p = saved[i] if saved else (q_tile @ k_tile.mT).add_(bias).softmax(-1)
+            p = saved[i] if saved else (q_tile @ k_tile.mT).add_(additive).softmax(-1)
             dp = grad_tile @ _take(v, ranges).mT
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            if bias.requires_grad:
-                learned.append(ds.to(bias.dtype).sum_to_size(bias.shape))
+            if additive.requires_grad:
+                learned.append(ds.to(additive.dtype).sum_to_size(additive.shape))
             _put(dq, rows, ds @ k_tile)
             _put(dk, ranges, ds.mT @ q_tile, add=True)
             _put(dv, ranges, p.mT @ grad_tile, add=True)
@@ -323,7 +325,7 @@ def _put(x, slices, part, add=False):
 
 # ---- FlexAttention: on a GPU ----
 
-def flex_mask(sees, bias, T, device, doc_start, keys, queries):
+def flex_mask(sees, score_bias, T, device, doc_start, keys, queries):
     """Make FlexAttention's BlockMask and score_mod (None without a `score_bias`).
 
     The BlockMask has the 128 x 128 blocks to visit and the masks inside them. It equals PyTorch's
@@ -344,21 +346,20 @@ def flex_mask(sees, bias, T, device, doc_start, keys, queries):
         return sees(*tokens(b, q_idx, k_idx))
 
     def score_mod(score, b, h, q_idx, k_idx):
-        return score + bias(*tokens(b, q_idx, k_idx), h)
+        return score + score_bias(*tokens(b, q_idx, k_idx), h)
 
     B, n_q, n_k = 1 if doc_start is None else len(doc_start), len(queries) * T, len(keys) * T
     make_lists = compiled(_block_lists) if torch.device(device).type == 'cuda' else _block_lists
     with torch.no_grad():  # otherwise compiled twice, with and without gradients
         lists = make_lists(mask_mod, B, n_q, n_k, device)
     block_mask = BlockMask((n_q, n_k), *lists, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=mask_mod)
-    return block_mask, None if bias is None else score_mod
+    return block_mask, None if score_bias is None else score_mod
 
 
 def _block_lists(mask_mod, B, n_q, n_k, device):
-    """Return the eight tensors of a BlockMask.
+    """Return a BlockMask's tensors: for each row of blocks, how many are seen in part and which.
 
-    For each row of blocks, how many are seen in part and which; the same for blocks that are seen
-    as a whole; then all of it for the columns of blocks.
+    Then the same for blocks that are seen as a whole, and all of it for the columns of blocks.
     """
     q, k = (torch.arange(-(-n // FLEX_BLOCK) * FLEX_BLOCK, device=device).view(-1, FLEX_BLOCK) for n in (n_q, n_k))
     b, q, k = torch.arange(B, device=device).view(-1, 1, 1, 1, 1), q[:, None, :, None], k[:, None]
@@ -421,24 +422,24 @@ class KVCache:
         self.piece_len = max(max_call, 4)  # shorter pieces would make long calls slow
         self.slots = each_layer(model.sees, lambda sees: Slots(
             sees, batch_size, max_tokens, self.piece_len, n_streams, device))
-        self.layers = self.slots if isinstance(self.slots, list) else [self.slots] * (n_layer or c.n_layer)
+        layers = self.slots if isinstance(self.slots, list) else [self.slots]
+        self.layers = layers + layers[-1:] * ((n_layer or c.n_layer) - len(layers))  # further blocks: the last pattern
         shapes = [(batch_size, c.n_kv_head, slots.spare + 1, c.head_size) for slots in self.layers]
         self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(2))
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.doc_start = torch.zeros(batch_size, max_tokens + 2, device=device, dtype=torch.int64)  # per position
+        self.doc_start = self.lengths.new_zeros(batch_size, max_tokens + 2)  # by position: padding's and the next
         self.hidden = torch.zeros(batch_size, max_call, c.n_embd, device=device, dtype=dtype)  # last h of the last call
         self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta,
-                               getattr(c, 'rope_scaling', None))
+                               getattr(c, 'rope_scaling', None))  # + 1: padding is at position max_tokens at most
         self.batch_idx = torch.arange(batch_size, device=device).unsqueeze(1)
         self.piece, self.drafted = None, 0  # the current piece; tokens drafted since the last call or rollback
 
     @property
     def nbytes(self):
         """Return the bytes of all tensors."""
-        slots = [x for slots in dict.fromkeys(self.layers) for x in vars(slots).values()]
-        return sum(x.nbytes for x in (*vars(self).values(), *self.rope, *self.k, *self.v, *slots)
-                   if isinstance(x, torch.Tensor))
+        held = tree_leaves([vars(each) for each in (self, *dict.fromkeys(self.layers))])
+        return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
 
     def pieces(self, tokens, lengths=None, piece_len=None):
         """Yield tokens (B, n) as `Piece`s. lengths: (B,) tokens per right-padded row, each >= 1.
@@ -512,11 +513,10 @@ class Slots:
         self.stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
 
     def place(self, positions, end, batch_idx):
-        """Return slots (B, S n) for positions (B, n); positions >= end (B, 1) are padding."""
+        """Return slots (B, S n) of positions (B, n): spare unless one of the `size` before end."""
         placed = []
         for stream, size in enumerate(self.sizes):
             slot = self.edge - 1 - positions % size if stream else self.edge + positions % size
-            # only the last `size` tokens get a slot
             placed.append(torch.where((positions < end) & (positions >= end - size), slot, self.spare))
         placed, pos = torch.cat(placed, 1), positions.repeat(1, len(self.sizes))
         self.pos[batch_idx, placed] = torch.where(placed < self.spare, pos, EMPTY_SLOT)
@@ -537,7 +537,7 @@ def _reach(sees, n, stream, n_streams, device):
         if reach < b - 1:
             q = stream_tokens(k.pos[:, max(0, b - step):b], range(n_streams))
             seen = _seen(sees, q, k)[0]
-            first = torch.where(seen.any(1), seen.byte().argmax(1), q.pos[0])  # the first key that each query sees
+            first = torch.where(seen.any(1), seen.byte().argmax(1), q.pos[0])  # first key seen; if none, a reach of 0
             reach = max(reach, int((q.pos[0] - first).max()))
     return reach
 
@@ -675,11 +675,11 @@ def chunked_loss(fn, rows, params, width, shared=()):
         width: values that fn holds per row, such as the vocabulary size; sets the chunk size
         shared: tensors passed whole to every chunk, such as a table that rows index
 
-    Returns the sums over all rows, in fp32, by name. Only the loss has gradients. They are computed
-    chunk by chunk, in the forward pass.
+    Returns the sums over all rows, in fp32, by name. Only the loss has gradients.
     """
     values = CPU_CHUNK if rows[0].device.type == 'cpu' else GPU_CHUNK
-    n_chunks = math.ceil(len(rows[0]) / (max(1, values // (256 * width)) * 256)) or 1
+    rows_per_chunk = max(1, values // (256 * width)) * 256
+    n_chunks = math.ceil(len(rows[0]) / rows_per_chunk) or 1
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *shared, *params)):
         names = []  # filled by the forward pass
@@ -700,7 +700,7 @@ class _ChunkedLoss(torch.autograd.Function):
         shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
         params = [*shared, *tensors[n_rows + n_shared:]]
         row_grads, param_grads, results = [[] for _ in rows], [None] * len(params), []
-        for chunk in zip(*(x.tensor_split(n_chunks) for x in rows)):  # no chunk of one row, which would recompile
+        for chunk in zip(*(x.tensor_split(n_chunks) for x in rows)):  # equal parts: 1 row left over would recompile
             chunk = [x.detach().requires_grad_(whole.requires_grad) for x, whole in zip(chunk, rows)]
             with torch.enable_grad():
                 result = fn(*chunk, *shared)
@@ -753,8 +753,7 @@ def check_shape(c, **least):
     if getattr(c, 'rope_scaling', None) is not None:
         factor, low, high, tokens = c.rope_scaling if len(c.rope_scaling) == 4 else [0] * 4
         if not (factor >= 1 and 0 < low < high and tokens >= 1):
-            raise ValueError(f"rope_scaling = {c.rope_scaling}: expected factor, low, high, tokens, such as Llama 3's "
-                             '8,1,4,8192')
+            raise ValueError(f'rope_scaling = {c.rope_scaling}: expected factor, low, high, tokens, such as 8,1,4,8192')
 
 
 def n_matrix_weights(module):

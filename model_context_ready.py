@@ -25,6 +25,7 @@ T + 1 unrolls equal streaming (Lemma 1). If the correction is a contraction, far
 """
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -39,6 +40,7 @@ from attn_kernels import (CrossEntropy, KVCache, Mask, attention, check_shape, c
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'segment_len', 'checkpoint_unrolls'  # settings that only affect speed and memory
     defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
     state_window = 'window'  # setting that limits how much of the state is seen, for analyses
@@ -46,7 +48,7 @@ class Config:
     n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
-    n_ffn: int | None = None  # feed-forward width; None: 4 n_embd (llama: 3 n_embd, corr_ffn always 4 n_embd)
+    n_ffn: int | None = None  # feed-forward width, corr_ffn's too (llama: 4 n_embd); None: 4 n_embd (llama: 3 n_embd)
     block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, no biases
     tied_head: bool = False  # the output head shares the embedding's weights
     variant: Literal['add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn'] = 'add'  # see `Correction`
@@ -73,7 +75,7 @@ class Config:
     rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
-        check_shape(self, K=1, k_min=1, segment_len=1, window=0, prefill_tol=0)
+        check_shape(self, K=1, k_min=1, segment_len=1, window=0, prefill_tol=0)  # sets head_size and n_kv_head
         self.n_ffn = self.n_ffn or (4 if self.block == 'gpt' else 3) * self.n_embd
         is_plain = (self.n_kv_head, self.n_head * self.head_size) == (self.n_head, self.n_embd)
         if self.block == 'gpt' and (self.qkv_bias or self.qk_norm or not is_plain):
@@ -111,7 +113,7 @@ class Correction(nn.Module):
         block_head   LN(z)                 block_head: "the block's own residual" (inferred: z, LN)
         extra_ffn    none                  Roformer-hFFN: another FFN after the blocks (inferred)
 
-    z is that of the previous token. corr_ffn: Linear, GELU, Linear; C (concat: 2C) -> 4C -> C.
+    z is z_{t-1}. corr_ffn: Linear, GELU, Linear; C (concat: 2C) -> n_ffn (llama: 4C) -> C.
     """
 
     def __init__(self, c):
@@ -141,7 +143,7 @@ class Block(nn.Module):
         self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of queries, keys and values
         self.make_layers(config, config.n_embd)
 
-    def make_layers(self, c, C):
+    def make_layers(self, c, C):  # `LlamaBlock` overrides this and `ffn`
         self.attn_norm = nn.LayerNorm(C, c.norm_eps)
         self.qkv = nn.Linear(C, 3 * C)
         self.q_norm = self.k_norm = nn.Identity()
@@ -205,7 +207,7 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size, None if c.pad_rows_in_loss else c.n_ids)
         self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # `begin_step` draws from these
-        self.drawn = {'n_unrolls': c.K}  # for this step; in a dict, so that masks are kept when it changes
+        self.drawn = SimpleNamespace(n_unrolls=c.K)  # for this step; no plain value, so that masks are kept
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
         self.shard_blocks = not c.bptt and c.variant != 'tied'  # these run or read a block outside its call
@@ -275,11 +277,12 @@ class Model(nn.Module):
             last_z, z = z, self.unroll(z, *inputs)
             relative = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
             changes.append(relative.masked_fill(~corrects, 0).max().item())
-            first, last, change = changes[1], *changes[-2:]
+            first, last, change = changes[1], *changes[-2:]  # at k = 2, k - 1 and k
             if change <= self.config.prefill_tol or last <= change < rounding:
                 break
-            if limit and k > 3 and first * min(1, change / first) ** ((limit - 2) / (k - 2)) > rounding:
-                return None, k  # at the mean rate since k = 2, z still changes at k = limit
+            mean_rate = min(1, change / first) ** (1 / max(1, k - 2))  # the change per unroll since k = 2
+            if limit and k > 3 and first * mean_rate ** (limit - 2) > rounding:  # predicted for k = limit
+                return None, k
         return z, k
 
     @outside_graphs  # the compiler would unroll all positions
@@ -309,7 +312,7 @@ class Model(nn.Module):
         """Return z of the last unroll (section 3.2), or with bptt of streaming: (B, T, C)."""
         if self.config.bptt:
             return self.stream(idx)
-        K = self.drawn['n_unrolls'] if self.training else self.config.K
+        K = self.drawn.n_unrolls if self.training else self.config.K
         z = self.unrolls(idx, K)[-1]
         if K == 1 < self.config.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
@@ -317,7 +320,7 @@ class Model(nn.Module):
 
     def begin_step(self, rng):
         """Draw the next step's number of unrolls (section 3.2). rng must be equal on all ranks."""
-        self.drawn['n_unrolls'] = rng.choice(self.K_choices)
+        self.drawn.n_unrolls = rng.choice(self.K_choices)
 
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T); -1 is ignored."""
@@ -366,21 +369,21 @@ class Model(nn.Module):
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
-        z = self.read(tokens, cache, lengths, self.unroll_limit(tokens, cache))
-        if z is None:  # unrolls would take longer; the cache still holds no tokens
-            z = self.read(tokens, cache, lengths, limit=0)
+        z = self.run_tokens(tokens, cache, lengths, self.unroll_limit(tokens, cache))
+        if z is None:  # unrolls would take longer
+            z = self.run_tokens(tokens, cache, lengths, limit=0)
         h = self.head_input(z)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
-    def read(self, tokens, cache, lengths, limit):
-        """Return z (B, n, C) of new tokens, by streaming if limit is 0, or by `fixed_point`."""
-        zs, one_by_one = [], self.sequential and not limit
-        for piece in cache.pieces(tokens, lengths, piece_len=1 if one_by_one else None):
+    def run_tokens(self, tokens, cache, lengths, limit):
+        """Return z (B, n, C) of new tokens: by streaming if limit is 0, else by `fixed_point`."""
+        zs, streams = [], self.sequential and limit == 0
+        for piece in cache.pieces(tokens, lengths, piece_len=1 if streams else None):
             z = cache.z[cache.batch_idx, piece.positions[:, :1]] if self.sequential else None  # of the token before
             inputs = self.embed(piece.tokens), z, piece.positions == piece.doc_start, piece.rope, piece.mask(), cache
-            z = self.fixed_point(piece.n_new, *inputs, limit=limit)[0] if limit else self.step(*inputs)
-            if z is None:
+            z = self.step(*inputs) if limit == 0 else self.fixed_point(piece.n_new, *inputs, limit=limit)[0]
+            if z is None:  # a prompt is one piece, and its tokens count only when `pieces` continues: none is added
                 return None
             if self.sequential:
                 cache.z[cache.batch_idx, piece.positions + 1] = z
@@ -408,8 +411,7 @@ class Model(nn.Module):
         if not own or any(name in tensors for name in own):
             return tensors
         if self.config.variant not in ('add', 'concat', 'token_blind'):
-            raise ValueError(f'a K = 1 run cannot be converted to variant = {self.config.variant!r}, which has no '
-                             'layer to initialize at 0: use add, concat or token_blind')
+            raise ValueError(f'K = 1 cannot be converted to {self.config.variant!r}: use add, concat or token_blind')
         zeros = {name: torch.zeros_like(p) for name, p in own.items() if name.startswith('correction.down')}
         return tensors | own | zeros
 

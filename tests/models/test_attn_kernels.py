@@ -146,22 +146,26 @@ def test_a_pattern_in_which_a_token_sees_nothing_is_refused(monkeypatch):
 
 @torch.no_grad()  # masks of training are other ones
 def test_masks_without_documents_are_kept_until_the_pattern_changes():
-    """That is its code or a number. A pattern that reads a tensor is evaluated each time."""
+    """That is its code or a plain value. A pattern that reads a tensor is evaluated each time."""
     model, idx = make('standard'), some_tokens(1, 40)
     numbers = [model.sees, pattern(window=3).sees, lambda q, k: torch.stack([k.pos <= q.pos, q.pos - k.pos < 9]).all(0)]
     model.far = torch.tensor(2)
     near = lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos <= model.far.clone())
+    model.reaches, model.rule = [{'near': 9}, (3, 8)], 'list'  # changed in place below
+    listed = lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos <= (model.reaches[0]['near'] if model.rule else 2))
     nearer = lambda q, k: (k.pos <= q.pos) & (q.pos - k.pos < int(model.far))
     before = model.logits(idx)
     for edit in (lambda: setattr(model, 'reach', 3), lambda: setattr(model, 'sees', near), lambda: model.far.fill_(5),
                  lambda: model.far.data.fill_(6), lambda: setattr(model, 'far', torch.tensor(7)),
-                 lambda: setattr(model, 'sees', nearer), lambda: model.far.data.fill_(4)):
+                 lambda: setattr(model, 'sees', nearer), lambda: model.far.data.fill_(4),
+                 lambda: setattr(model, 'sees', listed), lambda: model.reaches[0].update(near=5),
+                 lambda: model.reaches.insert(0, {'near': 4}), lambda: setattr(model, 'rule', '')):
         edit()
         logits = model.logits(idx)
         assert not torch.equal(logits, before)
         assert torch.equal(logits, copy.deepcopy(model).logits(idx))  # a copy has no masks yet
         before = logits
-    for model.sees in (*numbers, numbers):
+    for model.sees in (*numbers, listed, numbers):
         mask, again = K.make_mask(model, 40, 'cpu'), K.make_mask(model, 40, 'cpu')
         assert mask is again and copy.deepcopy(model).kept_masks == {}
 

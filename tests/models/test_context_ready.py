@@ -200,10 +200,10 @@ def test_the_number_of_unrolls_is_uniform_from_k_min_to_K():
     model, fixed, drawn = make(K=5, k_min=2), make(K=5), []
     for step in range(400):
         model.begin_step(random.Random(f'1337 {step}'))
-        drawn.append(model.drawn['n_unrolls'])
+        drawn.append(model.drawn.n_unrolls)
     assert set(drawn) == {2, 3, 4, 5} and all(70 < drawn.count(k) < 130 for k in range(2, 6))
     fixed.begin_step(random.Random(0))
-    assert fixed.drawn['n_unrolls'] == 5
+    assert fixed.drawn.n_unrolls == 5
 
 
 def test_the_mask_is_kept_when_the_number_of_unrolls_changes():
@@ -218,7 +218,7 @@ def test_the_mask_is_kept_when_the_number_of_unrolls_changes():
 def test_one_unroll_gives_the_correction_network_zero_gradients():
     """Without gradients, AdamW would skip the network, and DDP would fail."""
     model, idx = make(K=3, k_min=1).train(), tokens()
-    model.drawn['n_unrolls'] = 1
+    model.drawn.n_unrolls = 1
     grads = loss_and_gradients(model(idx, idx)['loss'], model)
     found = [grads[name].abs().max() for name, _ in model.named_parameters() if name.startswith('correction.')]
     assert found and not any(found)
@@ -227,7 +227,7 @@ def test_one_unroll_gives_the_correction_network_zero_gradients():
 @pytest.mark.parametrize('values', [dict(), dict(bptt=True)], ids=str)
 def test_evaluation_always_uses_K_unrolls_without_dropout(values):
     model, idx = make(K=5, dropout=0.5, **values), tokens()
-    model.drawn['n_unrolls'] = 2
+    model.drawn.n_unrolls = 2
     exact = copy.deepcopy(model).double()
     want = nll(exact, streamed(exact, idx) if model.config.bptt else unrolled(exact, idx, 5), idx)
     assert torch.allclose(model(idx, idx)['nll'].double(), want, atol=1e-5)

@@ -85,7 +85,7 @@ def test_loss_is_the_mean_nll_of_the_counted_targets(variant):
     targets = torch.roll(idx, -1, 1)
     targets[1, 3:9] = -1
     if getattr(model.config, 'K', 1) > 1:
-        model.config.K = model.drawn['n_unrolls'] = 31  # T + 1 unrolls equal streaming, as in `final_hidden`
+        model.config.K = model.drawn.n_unrolls = 31  # T + 1 unrolls equal streaming, as in `final_hidden`
     out = model(idx, targets)
     if model.config.eos_id is not None:
         targets = targets.masked_fill(idx == model.config.eos_id, -1)
@@ -167,7 +167,7 @@ def test_editing_logits_changes_loss_evaluation_and_decoding(variant, monkeypatc
     model, idx = make(variant), some_tokens(2, 30)
     model.scale = torch.nn.Parameter(torch.tensor(1.7))
     if getattr(model.config, 'K', 1) > 1:
-        model.config.K = model.drawn['n_unrolls'] = 31  # streaming
+        model.config.K = model.drawn.n_unrolls = 31  # streaming
     nll, logits, head = model(idx, idx.roll(-1, 1))['nll'], model.logits(idx)[..., :60], type(model)._logits
     monkeypatch.setattr(type(model), '_logits', lambda self, *args: self.scale * torch.tanh(head(self, *args)))
     out = model(idx, idx.roll(-1, 1))

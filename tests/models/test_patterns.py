@@ -95,6 +95,32 @@ def test_flops_count_each_layers_pairs(edited):
     assert K.mean_keys(model.sees, 512) == pytest.approx(sum(int(layer.sum()) for layer in seen) / 512 / 4)
 
 
+def test_blocks_beyond_a_list_of_patterns_cache_what_the_last_one_sees():
+    """Those of MTP, which reads its last pattern's mask in them. The layers before see less."""
+    file = importlib.import_module('model_mtp')
+
+    class Model(file.Model):
+        @property
+        def sees(self):
+            return [self.near] * 3 + [super().sees]
+
+        def near(self, q, k):
+            return (k.pos <= q.pos) & (q.pos - k.pos <= 4) & (k.pos >= q.doc_start)
+
+        def _run_blocks(self, idx, rope, mask, cache=None, n_future=0):
+            h = self.embed(idx)
+            for block, layer_mask in zip(self.blocks[:-1], mask):
+                h = block(h, rope, layer_mask, cache)
+            return [self.norm(block(h, rope, mask[-1], cache)) for block in (self.blocks[-1], *self.future[:n_future])]
+    model = make(SimpleNamespace(Model=Model, Config=file.Config), n_head=4, horizon=2, eos_id=59)
+    idx = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+    want = torch.stack(model._run_blocks(idx, *model._prepare(idx), n_future=2)[1:], 2)
+    cache = model.new_cache(2, 40, max_call=3)
+    for tokens in idx.split([20, 3, 7, 2, 1, 7], 1):
+        model.extend(tokens, cache)
+    assert (cache.future - want[:, -3:]).abs().max() < 1e-4
+
+
 # ---- a learned bias ----
 
 def with_bias(name, **values):

@@ -51,6 +51,7 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'checkpoint_blocks',  # settings that only affect speed and memory
 
     pair_share: float = 1.0  # share of the pairs in a training step; 0.1 in the NextLat paper's timings
@@ -72,7 +73,7 @@ class Config:
     def __post_init__(self):
         if not 0 < self.pair_share <= 1:
             raise ValueError(f'pair_share = {self.pair_share}: expected more than 0, and at most 1 (all pairs)')
-        check_shape(self, n_text=1)
+        check_shape(self, n_text=1)  # sets head_size and n_kv_head
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_text = self.n_text or self.n_ffn
 
@@ -120,7 +121,8 @@ class Encoder(nn.Module):
 def document_ends(start):
     """Return the last position of each token's document, given the first one. Both (B, n).
 
-    For tokens a b c | d e, start is 0 0 0 3 3, and the result 2 2 2 4 4.
+    For tokens a b c | d e, start is 0 0 0 3 3. Last tokens get their position and others n = 5, so
+    5 5 2 5 4. The least from each token on is the result, 2 2 2 4 4.
     """
     n = start.shape[1]
     position = torch.arange(n, device=start.device)
@@ -201,7 +203,7 @@ class Model(nn.Module):
     def _sequence(self, idx, targets):
         """Return x_0 ... x_T, labels (-1: ignored) and document starts, (B, T + 1) each.
 
-        A final target of -1 is not a token; it gets a document of its own.
+        A final target of -1 is not a token. In a document of its own, it is in no suffix.
         """
         T, eos_id = idx.shape[1], self.config.eos_id
         x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)
@@ -314,8 +316,8 @@ class Model(nn.Module):
         token. The nll has no backward pass.
         """
         c = self.config
-        for_nll = n_matrix_weights(self.text_out) + n_matrix_weights(self.head)
-        of_pairs = for_nll + n_matrix_weights(self.previous_head)
+        of_pairs = sum(map(n_matrix_weights, (self.text_out, self.head, self.previous_head)))
+        for_nll = sum(map(n_matrix_weights, (self.text_f, self.text_out, self.head)))  # with the empty suffix
         n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # ignoring documents
         for_tokens, for_pairs = n_matrix_weights(self) - of_pairs, of_pairs * n_pairs / T
         return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * mean_keys(self.sees, T)

@@ -240,7 +240,8 @@ def test_a_compiled_backward_has_the_dtypes_of_eager(monkeypatch):
     ('sps', dict(method='delayed_state', window=4, persistent_window=6)), ('nextlat', dict(objective='ntp')),
     ('nextlat', dict(token_loss='ce', stop_head=False, horizon=3, n_dynamics=5)), ('nextlat', dict(lambda_kl=0)),
     ('mtp', dict(horizon=3, tied_head=True)), ('jtp', dict(horizon=3, tied_head=True)),
-    ('bst', dict(n_embd=64, n_text=16, vocab_size=2048, pair_share=0.5))], ids=str)
+    ('bst', dict(n_embd=64, n_text=16, vocab_size=2048, pair_share=0.5)),
+    ('bst', dict(n_embd=64, n_text=512, pair_share=0.01))], ids=str)
 def test_flops_per_token_equal_the_flop_counter(name, values, monkeypatch):
     """With attention to all pairs, which a CPU computes in one tile, and the loss in one chunk."""
     file, T, model = models.model_file(name), 48, small_model(name, values | dict(eos_id=None)).train()

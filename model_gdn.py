@@ -35,6 +35,7 @@ except ImportError:  # the folder scans/ is optional
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'scan', 'chunk_len', 'checkpoint_blocks'  # settings that only affect speed and memory
 
     n_layer: int = 10  # blocks, L (GPN paper, table 1)
@@ -161,7 +162,7 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, same_doc=None, is_doc_start=None, cache=None):
-        """Apply the block. h: (B, n, C) -> (B, n, C); masks from `document_masks`."""
+        """Apply the block to h (B, n, C). `document_masks`: of n, with a cache of max_call + n."""
         def heads(x):  # (B, n, H size) -> (B, n, H, size), in fp32 like the memory
             return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.memory_shape[0], -1))
 
@@ -270,7 +271,8 @@ class Cache(StateCache):
         windows     [                W - 1 tokens | and the others  ]    inputs of the layer
 
     The memory cannot forget a token, but up to max_call tokens of the last call may be rolled back.
-    So those are only written by the next call, which reads them from the windows.
+    So they are stored in the windows, and the next call writes them to the memory. If max_call = 2,
+    a call of tokens 0 ... 4 writes 0 1 2 and stores 3 4. The next, of 5, writes 3 4 and stores 5.
     """
 
     def __init__(self, model, batch_size, max_call, device):

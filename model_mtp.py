@@ -24,6 +24,7 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'checkpoint_blocks',  # settings that only affect speed and memory
 
     horizon: int = 1  # d: number of tokens after the next one that are predicted
@@ -43,7 +44,7 @@ class Config:
     eos_id: int | None = 50256  # end-of-document id: attention and losses do not cross it; None: one document
 
     def __post_init__(self):
-        check_shape(self, horizon=1, lambda_mtp=0)
+        check_shape(self, horizon=1, lambda_mtp=0)  # sets head_size and n_kv_head
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
 
 
@@ -140,6 +141,7 @@ class Model(nn.Module):
         targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
         if c.eos_id is not None:
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
+            # Where the document of a target's input starts after t, the target is in another one.
             targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
         counted = targets >= 0
         weights = counted / counted.sum((0, 1)).clamp(min=1)

@@ -36,6 +36,7 @@ from attn_kernels import (KVCache, at_least_fp32, attention, check_shape, checkp
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'checkpoint_blocks',  # settings that only affect speed and memory
 
     objective: Literal['nextlat', 'ntp'] = 'nextlat'  # ntp: next-token loss only, GPT in the paper's tables
@@ -68,7 +69,7 @@ class Config:
     rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
-        check_shape(self, horizon=1, n_dynamics=1, lambda_h=0, lambda_kl=0)
+        check_shape(self, horizon=1, n_dynamics=1, lambda_h=0, lambda_kl=0)  # sets head_size and n_kv_head
         self.n_ffn = self.n_ffn or -(-8 * self.n_embd // (3 * 128)) * 128
         self.n_dynamics = self.n_dynamics or 3 * self.n_embd
 
@@ -250,11 +251,13 @@ class Model(nn.Module):
 
         Parts with a weight of 0 are skipped, but evaluation always reports next_hidden and kl.
         """
-        c, reported = self.config, () if self.training else ('next_hidden', 'kl')
-        lambdas = {'next_hidden': c.lambda_h, 'kl': 0.0, 'ce': 0.0} | {c.token_loss: c.lambda_kl}
-        lambdas = {name: x for name, x in lambdas.items() if predicted and (x or name in reported)}  # ntp: none
-        needs_logits = 'kl' in lambdas or 'ce' in lambdas
-        further = [self._logits(h_hat, c.stop_head) for h_hat in predicted if needs_logits]
+        c = self.config
+        lambdas = {'next_hidden': 0.0, 'kl': 0.0} if predicted and not self.training else {}  # ntp: none
+        if predicted and c.lambda_h:
+            lambdas['next_hidden'] = c.lambda_h
+        if predicted and c.lambda_kl:
+            lambdas[c.token_loss] = c.lambda_kl
+        further = [self._logits(h_hat, c.stop_head) for h_hat in predicted if 'kl' in lambdas or 'ce' in lambdas]
         logits = [self._logits(h), *further]
         parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, (h, *predicted), logits)
         return {'loss': parts['nll'] + sum(x * parts[name] for name, x in lambdas.items())} | parts

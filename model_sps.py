@@ -50,6 +50,7 @@ METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other 
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
     own = 'window',  # the rho stream's: another model's `window` differs, so --init_from leaves it
     state_window = 'persistent_window'  # setting that limits how much of the state is seen, for analyses
@@ -81,7 +82,7 @@ class Config:
     rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
-        check_shape(self, window=0, persistent_window=0, predict_layers=1)
+        check_shape(self, window=0, persistent_window=0, predict_layers=1)  # sets head_size and n_kv_head
         self.n_ffn = self.n_ffn or 3 * self.n_embd
         if self.n_ids >= self.vocab_size:
             raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
@@ -174,6 +175,9 @@ class Model(nn.Module):
         keys = X if layer < self.n_x_layers else BOTH
         return keys, self.output if layer == self.config.n_layer - 1 else keys
 
+    def all_pairs(self):  # of the streams of a layer, each once: it has its own mask
+        return dict.fromkeys(map(self.streams, range(self.config.n_layer)))
+
     def _run_blocks(self, idx, rope, masks, cache=None):
         """Return the final normalized hidden states of the output stream. idx: (B, T) -> (B, T, C).
 
@@ -200,7 +204,7 @@ class Model(nn.Module):
         rope = rope_table(torch.arange(T, device=idx.device).repeat(2), c.head_size, c.rope_theta, c.rope_scaling)
         doc_start = document_starts(idx, c.eos_id)
         masks = {}
-        for keys, queries in dict.fromkeys(map(self.streams, range(c.n_layer))):
+        for keys, queries in self.all_pairs():
             if c.attention == 'triton':
                 reaches = [self.w_x, self.w_rho][:len(keys)]
                 masks[keys, queries] = triton_kernels().make_mask(T, idx.device, doc_start, reaches, queries[0])
@@ -231,7 +235,7 @@ class Model(nn.Module):
     def adopt(self, tensors):
         """Return a model_standard run's weights for this model; a zero <predict> row is redrawn."""
         embed, n_ids = tensors['embed.weight'].clone(), self.config.n_ids
-        if not embed[n_ids:n_ids + 1].any():
+        if not embed[n_ids:n_ids + 1].any():  # imported from Hugging Face: rows after the ids are filled with 0
             embed[n_ids:n_ids + 1].normal_(std=embed[:n_ids].std().item())
         return tensors | {'embed.weight': embed}
 
@@ -246,8 +250,7 @@ class Model(nn.Module):
         lengths: (B,) tokens per right-padded row, each >= 1. Returns the logits of each row's last
         token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_call.
         """
-        pairs = dict.fromkeys(map(self.streams, range(self.config.n_layer)))
-        h = torch.cat([self._run_blocks(piece.tokens, piece.rope, {pair: piece.mask(*pair) for pair in pairs}, cache)
+        h = torch.cat([self._run_blocks(piece.tokens, piece.rope, {x: piece.mask(*x) for x in self.all_pairs()}, cache)
                        for piece in cache.pieces(tokens, lengths)], 1)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)

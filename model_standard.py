@@ -23,6 +23,7 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
     defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
     state_window = 'window'  # setting that limits how much of the state is seen, for analyses
@@ -51,7 +52,7 @@ class Config:
     rope_scaling: tuple[float, ...] | None = None  # Llama 3's RoPE scaling: factor, low, high, tokens (8,1,4,8192)
 
     def __post_init__(self):
-        check_shape(self, window=0)
+        check_shape(self, window=0)  # sets head_size and n_kv_head
         self.n_ffn = self.n_ffn or 3 * self.n_embd
 
 

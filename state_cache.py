@@ -17,6 +17,8 @@ class StateCache:
             cache.last(name, k)     entries of the k tokens before the call; zeros before position 0
             cache.push(name, x)     store the new tokens' entries
         cache.end(h)                h of each row's last token
+
+    model_gpn.py begins a call for each token, and raises `lengths` itself instead of `end`.
     """
 
     def __init__(self, windows, max_call):
@@ -34,15 +36,16 @@ class StateCache:
     def begin(self, n, lengths=None):
         """Start a call of n tokens. lengths: (B,) tokens per right-padded row, or None: n in each.
 
-        A row of length 0 may push the entry of its last token again.
+        Shapes are static: a row of length 0 must push the entry of its last token again.
         """
         if lengths is None:
-            self.n_new, kept = torch.full_like(self.lengths, n), self.slots[:n] + max(n - self.size, 0)
-        else:  # the last token again in place of padding
+            self.n_new, stored = torch.full_like(self.lengths, n), self.slots[:n] + max(n - self.size, 0)
+        else:  # the last token again in place of padding; -1, the token before the call, if a row has none
             self.n_new, last = lengths, lengths[:, None] - 1
-            kept = torch.minimum((last - self.size + 1).clamp(min=0) + self.slots[:n], last)
-        self.kept = kept.clamp(min=0)  # the tokens to store: the last `size` of each row
-        self.oldest_first, self.placed = ((self.lengths[:, None] + x) % self.size for x in (self.slots, kept))  # slots
+            stored = torch.minimum((last - self.size + 1).clamp(min=0) + self.slots[:n], last)
+        self.pushed = stored.clamp(min=0)  # which tokens of a push to store: the last `size` of each row
+        self.placed = (self.lengths[:, None] + stored) % self.size  # the slots they get
+        self.oldest_first = (self.lengths[:, None] + self.slots) % self.size  # all slots, by age
 
     def last(self, name, k):
         """Return the entries (B, k, ...) of the k <= size tokens before the call, oldest first."""
@@ -51,7 +54,7 @@ class StateCache:
     def push(self, name, x):
         """Store x (B, n, ...), the entries of the call's tokens: each row's last `size`."""
         window = self.windows[name]
-        window[self.rows, self.placed] = x[self.rows, self.kept].to(window.dtype)
+        window[self.rows, self.placed] = x[self.rows, self.pushed].to(window.dtype)
 
     def end(self, h):
         """Finish a call. Returns h (B, C) of each row's last token, given h (B, n, C) of all."""

@@ -1,7 +1,8 @@
-"""Speed and memory of any models, side by side: training steps or decoding.
+r"""Speed and memory of any models, side by side: training steps or decoding.
 
     python -m bench.speed train "Standard: config/standard_s.py" "SPS: config/sps_s.py" --out=step_s
-    python -m bench.speed train "fast: config/gpn_small.py" "loop: config/gpn_small.py --scan=loop"
+    python -m bench.speed train "compiled: config/gpn_small.py" \
+        "loop: config/gpn_small.py --scan=loop"
     python -m bench.speed decode "ours: config/standard_xs.py" "Llama: hf config/standard_xs.py"
 
 A side is `NAME: ARGUMENTS OF train.py`, with random weights and tokens. The data need not exist.

@@ -82,7 +82,10 @@ def _tile_count(walk, FULL: constexpr):
 
 @jit
 def _tile_start(walk, i, FULL: constexpr, BLOCK: constexpr):
-    """Return the first position of the i-th full or masked tile of a walk."""
+    """Return the first position of a walk's i-th unmasked tile if FULL, else i-th masked tile.
+
+    Masked tiles are numbered left first, then right.
+    """
     lo, left, full, _ = walk
     return lo + (i + (left if FULL else tl.where(i < left, 0, full))) * BLOCK
 
@@ -143,11 +146,11 @@ def _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K: constexpr, 
 def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scale, GROUP: constexpr, NQ: constexpr,
                     NK: constexpr, FIRST: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr):
     """Compute out, and lse: the log-sum-exp of each query's scores, in base 2."""
-    b, h, part, first, last = _query_tile(T, H, NQ, BLOCK_Q)
+    b, h, q_stream, first, last = _query_tile(T, H, NQ, BLOCK_Q)
     HK, doc_start, scale = H // GROUP, doc_start + b * T, scale * 1.4426950408889634  # log2(e): softmax in base 2
     q_pos = first + tl.arange(0, BLOCK_Q)
     start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
-    head = _head(b, part, h, NQ, T, H, D)
+    head = _head(b, q_stream, h, NQ, T, H, D)
     q_tile = _load(q + head, first, T, H, D, BLOCK_Q, False)
 
     m = tl.full((BLOCK_Q,), -1e30, tl.float32)  # running maximum; finite because a query may see no key of a tile
@@ -155,7 +158,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
     acc = tl.zeros((BLOCK_Q, D), tl.float32)
     for k_stream in tl.static_range(NK):
         reach = reach_x if k_stream == 0 else reach_rho
-        strict = tl.where(k_stream > FIRST + part, 1, 0)
+        strict = tl.where(k_stream > FIRST + q_stream, 1, 0)
         k_head = _head(b, k_stream, h // GROUP, NK, T, HK, D)
         walk = _walk_keys(first, last, doc_start, strict, reach, BLOCK_K)
         for FULL in tl.static_range(2):
@@ -171,7 +174,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision='ieee')
     l = tl.where(q_pos < T, l, 1.0)
     _store(out + head, first, T, H, acc / l[:, None], D, BLOCK_Q)
-    tl.store(lse + ((b * H + h) * NQ + part) * T + q_pos, m + tl.log2(l), mask=q_pos < T)
+    tl.store(lse + ((b * H + h) * NQ + q_stream) * T + q_pos, m + tl.log2(l), mask=q_pos < T)
 
 
 @jit
@@ -179,15 +182,15 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
                            GROUP: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
                            BLOCK_Q: constexpr, BLOCK_K: constexpr):
     """Compute dq, and delta = (out * grad).sum(-1) for `_key_gradient_kernel`."""
-    b, h, part, first, last = _query_tile(T, H, NQ, BLOCK_Q)
+    b, h, q_stream, first, last = _query_tile(T, H, NQ, BLOCK_Q)
     HK, doc_start = H // GROUP, doc_start + b * T
     q_pos = first + tl.arange(0, BLOCK_Q)
     start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
-    head = _head(b, part, h, NQ, T, H, D)
+    head = _head(b, q_stream, h, NQ, T, H, D)
     q_tile = _load(q + head, first, T, H, D, BLOCK_Q, False)
     out_tile = _load(out + head, first, T, H, D, BLOCK_Q, False)
     grad_tile = _load(grad + head, first, T, H, D, BLOCK_Q, False)
-    row = ((b * H + h) * NQ + part) * T
+    row = ((b * H + h) * NQ + q_stream) * T
     q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), False)
     q_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
     tl.store(delta + row + q_pos, q_delta, mask=q_pos < T)
@@ -195,7 +198,7 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
     acc = tl.zeros((BLOCK_Q, D), tl.float32)
     for k_stream in tl.static_range(NK):
         reach = reach_x if k_stream == 0 else reach_rho
-        strict = tl.where(k_stream > FIRST + part, 1, 0)
+        strict = tl.where(k_stream > FIRST + q_stream, 1, 0)
         k_head = _head(b, k_stream, h // GROUP, NK, T, HK, D)
         walk = _walk_keys(first, last, doc_start, strict, reach, BLOCK_K)
         for FULL in tl.static_range(2):
@@ -235,9 +238,9 @@ def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, 
     dk_acc = tl.zeros((BLOCK_K, D), tl.float32)
     dv_acc = tl.zeros((BLOCK_K, D), tl.float32)
     for q_h in range(h * GROUP, (h + 1) * GROUP):
-        for part in range(NQ):
-            head, row = _head(b, part, q_h, NQ, T, H, D), ((b * H + q_h) * NQ + part) * T
-            strict = tl.where(k_stream > FIRST + part, 1, 0)
+        for q_stream in range(NQ):
+            head, row = _head(b, q_stream, q_h, NQ, T, H, D), ((b * H + q_h) * NQ + q_stream) * T
+            strict = tl.where(k_stream > FIRST + q_stream, 1, 0)
             end = tl.where(strict > reach, first, end_of_last)
             walk = _walk(first + strict, last + strict, end_of_first, end, BLOCK_Q)
             for FULL in tl.static_range(2):

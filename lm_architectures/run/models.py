@@ -15,6 +15,7 @@ import json
 import linecache
 import os
 import re
+import symtable
 import sys
 import traceback
 from collections.abc import Iterator
@@ -132,11 +133,26 @@ def find_module(module: str, folders: list[Path]) -> dict[str, Path]:
     return {}
 
 
+def is_hidden(module: str, files: dict[str, Path]) -> bool:
+    """Return True if a package gives a module's name to another thing: `from .norm import norm`."""
+    package, _, name = module.rpartition('.')
+    if package not in files:
+        return False
+    table = symtable.symtable(decode_source(files[package].read_bytes()), str(files[package]), 'exec')
+    symbol = table.lookup(name) if name in table.get_identifiers() else None
+    return symbol is not None and (symbol.is_imported() or symbol.is_assigned())
+
+
 def relative_imports(module: str, path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
     """Return a module's text, with relative imports of the files in `folders`; {module: its file}.
 
-    `from x import y` becomes `from .x import y`, and `import x` becomes `from . import x`. Another
-    form is a UserError. `scans` always is the repository's folder, which is not in the package.
+        from x import y         ->  from .x import y
+        import x                ->  from . import x
+        from pkg import part    ->  from . import pkg_part as part
+        import pkg.part         ->  from . import pkg, pkg_part; pkg.part = pkg_part
+        from scans import gdn   ->  from lm_architectures.scans import gdn
+
+    Another form is a UserError. `scans` is the repository's folder, which is not in the package.
     """
     lines, files = decode_source(path.read_bytes()).split('\n'), {}
     package = module.split('.')[:None if path.name == '__init__.py' else -1]
@@ -148,22 +164,31 @@ def relative_imports(module: str, path: Path, folders: list[Path]) -> tuple[str,
             above = package[:len(package) + 1 - node.level] if node.level else []
             source = '.'.join([*above, node.module or '']).strip('.')
         names = {f'{source}.{alias.name}'.strip('.'): alias.asname or alias.name for alias in node.names}
-        whole = {name: its_files for name in names if (its_files := find_module(name, folders))}  # modules among them
-        found, top = whole or {source: find_module(source, folders)}, (source or [*whole, *names][0]).partition('.')[0]
-        if source and not whole and (found[source] or top == 'scans'):  # names in one module
-            where = f'.{flat(source)}' if found[source] else f'lm_architectures.{source}'
+        top = (source or [*names][0]).partition('.')[0]
+        its_file = find_module(source, folders)
+        parts = {name: found for name in names if (found := find_module(name, folders))}  # names of files
+        if source and top != module.partition('.')[0]:  # inside of a package, its names are not defined yet
+            parts = {name: found for name, found in parts.items() if not is_hidden(name, found)}
+        if source and not parts and (its_file or top == 'scans'):
+            where = f'.{flat(source)}' if its_file else f'lm_architectures.{source}'
             statement = re.sub(r'^from\s+[\w.]+', f'from {where}', statement)
+            files |= its_file
         elif [*names] == ['scans']:
             statement = f'from lm_architectures {statement}'
-        elif node.lineno == node.end_lineno and all(len(whole.get(x, ())) > names[x].count('.') for x in names):
-            parts = [', '.join(map(flat, whole[x])) if x == y else f'{flat(x)} as {y}' for x, y in names.items()]
-            dotted = [f'; {x} = {flat(x)}' for name in names if names[name] == name for x in whole[name] if '.' in x]
-            statement = f'from . import {", ".join(parts)}{"".join(dotted)}{after}'
-        elif whole or top == 'scans':
-            raise UserError(f'{path}, line {node.lineno}: write the import of {top} on a line of its own, as '
-                            f'`from {top} import ...`')
+        elif parts or top == 'scans':
+            top = [*parts, top][0].partition('.')[0]
+            # of `import pkg.part`, pkg needs a file, too
+            if node.lineno < node.end_lineno or any(len(parts.get(x, ())) <= y.count('.') for x, y in names.items()):
+                raise UserError(f'{path}, line {node.lineno}: write the import of {top} on a line of its own, as '
+                                f'`from {top} import ...`, with files apart from other names')
+            imported, attributes = [], ''
+            for name, local in names.items():
+                imported += [f'{flat(name)} as {local}'] if name != local else map(flat, parts[name])
+                attributes += ''.join(f'; {x} = {flat(x)}' for x in parts[name]
+                                      if name == local and '.' in x and not is_hidden(x, parts[name]))
+                files |= parts[name]
+            statement = f'from . import {", ".join(imported)}{attributes}{after}'
         lines[node.lineno - 1] = before + statement
-        files |= dict(item for its_files in found.values() for item in its_files.items())
     return '\n'.join(lines), files
 
 

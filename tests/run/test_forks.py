@@ -257,18 +257,19 @@ def test_helper_packages_are_part_of_a_run(mine, tmp_path):
     """Their files are flat there: mylib/layers.py is mylib_layers.py."""
     package = mine.with_name('mylib')
     for name, text in (
-            ('__init__', 'from .layers import two\nfrom . import deep\nthree = 3'), ('deep/__init__', ''),
+            ('__init__', 'from .layers import two\nfrom . import deep\nfrom .norm import norm\nthree = 3'),
             ('layers', 'from mylib.deep.er import one\ntwo = one + one'), ('deep/er', 'from ..sizes import one'),
-            ('sizes', 'one = 1')):
+            ('deep/__init__', ''), ('norm', 'norm = 4'), ('sizes', 'one = 1')):
         (package / f'{name}.py').parent.mkdir(exist_ok=True)
         (package / f'{name}.py').write_text(text)
-    lines = ('import math; import mylib.layers', 'import mylib.deep.er as er', 'from mylib import layers, sizes as s',
-             'from mylib.layers import (\n    two)', 'from mylib import three',
-             'TOLD = mylib.layers.two, er.one, layers.two, s.one, two, three, math.pi')
+    lines = ('import math; import mylib.layers, mylib.norm', 'import mylib.deep.er as er',
+             'from mylib import layers, sizes as s', 'from mylib.layers import (\n    two)',
+             'from mylib import norm, three',  # norm is not the file, because __init__.py has the name
+             'TOLD = mylib.layers.two, er.one, layers.two, s.one, two, three, norm, mylib.norm, math.pi')
     mine.write_text(MINE + '\n'.join(lines))
     make_run(tmp_path / 'run', models.add_file(str(mine)))
     shutil.rmtree(package)
-    assert models.model_file('mine', str(tmp_path / 'run')).TOLD[:-1] == (2, 1, 2, 1, 2, 3)
+    assert models.model_file('mine', str(tmp_path / 'run')).TOLD[:-1] == (2, 1, 2, 1, 2, 3, 4, 4)
     assert (tmp_path / 'run/code/mylib_deep_er.py').read_text() == 'from .mylib_sizes import one'
     with pytest.raises(UserError, match='line 13: write the import of bare on a line of its own'):  # no __init__.py
         (package := mine.with_name('bare')).mkdir()

@@ -35,7 +35,7 @@ class Mixture:
         self.datas = [open_data(os.path.expanduser(path)) for path in paths]
         for data in self.datas:
             vocabularies = [(tokenizer_digest(d.tokenizer), d.n_ids, d.eos_id, d.bos) for d in (self.datas[0], data)]
-            if data.T or vocabularies[0] != vocabularies[1]:
+            if data.T or isinstance(data, Mixture) or vocabularies[0] != vocabularies[1]:
                 raise UserError(f'{data.folder} has tokenizer {data.tokenizer}, {paths[0]} has '
                                 f'{self.datas[0].tokenizer}: a mixture needs texts with the same tokenizer and --bos '
                                 '(prepare_fineweb.py)')

@@ -59,6 +59,7 @@ def test_the_scripts_run_on_a_mixture_and_log_the_loss_of_each_source(mix, tmp_p
 def test_wrong_mixtures_give_a_sentence(tiny_data):
     for name, sentence in (('a', "the weight of '' is 'a' in data"), (f'{tiny_data}=1,a5=1', 'has tokenizer a5'),
                            *((f'a=1,b={x}', 'each with a weight of at least 0.1%') for x in (-2, 0, 1e-5)),
-                           ('a=1,a=2', 'different sources'), ('a5:length=3=1', 'a mixture needs texts')):
+                           ('a=1,a=2', 'different sources'), ('a5:length=3=1', 'a mixture needs texts'),
+                           (f'mix:{tiny_data}=1=1', 'a mixture needs texts')):
         with pytest.raises(UserError, match=re.escape(sentence)):
             open_data(f'mix:{name}')

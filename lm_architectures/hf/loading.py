@@ -2,7 +2,7 @@
 
     python -c TEXT EXPORT REFERENCE     REFERENCE: file with tokens and the run's logits for them
 
-Without logits, for a large model, tensors are compared by name and shape, on the meta device.
+Without logits, for a large model, tensors are compared by name and shape.
 """
 import sys
 
@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 sys.modules.update(lm_architectures=None, attn_kernels=None)  # cannot be imported, even if installed
 reference = load_file(sys.argv[2])
 model, info = AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], trust_remote_code=True, dtype=torch.float32, output_loading_info=True,
-    device_map=None if reference else 'meta')
+    sys.argv[1], trust_remote_code=True, dtype=torch.float32, output_loading_info=True)
 if any(info.values()):
     sys.exit(f'its tensors do not fit its code: {info}')
 if reference:

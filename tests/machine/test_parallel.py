@@ -3,16 +3,20 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, STEP_TOKENS, TINY, bit_flips, losses, run, run_subprocess, succeeded
+from references import random_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import model_context_ready
+import model_gdn
 import model_standard
 import train
 from attn_kernels import Mask
@@ -169,15 +173,10 @@ def process_group(world=1, rank=0):
         dist.destroy_process_group()
 
 
-def small_model(name='standard', **settings):
-    """Return a model whose sizes are multiples of 8, with random weights everywhere."""
+def small_model(file=model_standard, **settings):
+    """Return a model with random weights everywhere, whose sizes are multiples of 8."""
     sizes = {'n_layer': 2, 'n_head': 2, 'n_embd': 32, 'vocab_size': 64, 'n_ids': 60, 'eos_id': None}
-    torch.manual_seed(0)
-    model = models.model_file(name).Model(models.make_config(name, sizes | settings))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
+    return random_model(file, 1, **sizes | settings)[0].float()
 
 
 def run_step(model, ddp, n_micro):
@@ -190,18 +189,33 @@ def run_step(model, ddp, n_micro):
         yield i
 
 
-@pytest.mark.parametrize('name', ['standard', 'gdn', 'context_ready'])
-def test_gathering_linear_layers_in_bf16_changes_no_gradient_of_autocast(name):
-    """Norms, decays and convolutions stay in fp32. Two micro-batches."""
+class Biased(model_standard.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        self.slopes = torch.nn.Parameter(torch.ones(config.n_head))
+
+    def score_bias(self, q, k, head):
+        return (k.pos - q.pos) * self.slopes[head]
+
+
+BIASED = SimpleNamespace(Model=Biased, Config=model_standard.Config)
+
+
+@pytest.mark.parametrize('file, settings', [
+    (model_standard, {}), (model_gdn, {}), (model_context_ready, {}), (BIASED, {}),
+    (BIASED, {'checkpoint_blocks': True})])
+def test_gathering_linear_layers_in_bf16_changes_no_gradient_of_autocast(file, settings):
+    """Norms, decays, convolutions and biases stay in fp32. Two micro-batches."""
     gradients = []
     with process_group():
         for sharded in (False, True):
-            model = small_model(name)
+            model = small_model(file, **settings)
             if sharded:
                 shard_model(model, torch.device('cpu'), None, torch.bfloat16)
             [*run_step(model, model, 2)]
             gradients.append({name: full_tensor(p.grad) for name, p in model.named_parameters()})
-    assert all(torch.equal(grad, gradients[1].pop(name)) for name, grad in gradients[0].items()) and not gradients[1]
+    whole, gathered = gradients
+    assert whole.keys() == gathered.keys() and all(torch.equal(whole[name], gathered[name]) for name in whole)
 
 
 class Traffic(TorchDispatchMode):
@@ -285,30 +299,6 @@ def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
             gradients.append([full_tensor(p.grad) for p in model.parameters()])
     assert are_whole and all(are_whole)
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(*gradients))
-
-
-@pytest.mark.parametrize('checkpoint_blocks', [False, True])
-def test_sharding_keeps_the_gradient_of_a_learned_bias(checkpoint_blocks):
-    class Model(model_standard.Model):
-        def __init__(self, config):
-            super().__init__(config)
-            self.slopes = torch.nn.Parameter(torch.ones(config.n_head))
-
-        def score_bias(self, q, k, head):
-            return (k.pos - q.pos) * self.slopes[head]
-    torch.manual_seed(0)
-    idx, gradients = torch.randint(0, 60, (2, 150)), []
-    model = Model(model_standard.Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_ids=60, eos_id=None,
-                                        checkpoint_blocks=checkpoint_blocks))
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    for in_parts in (False, True):
-        if in_parts:
-            shard_model(model, torch.device('cpu'), None)
-        model.zero_grad()
-        model(idx, idx)['loss'].backward()
-        gradients.append([full_tensor(p.grad) for p in model.parameters()])
-    dist.destroy_process_group()
-    assert all(a.any() and torch.equal(a, b) for a, b in zip(*gradients))
 
 
 @pytest.mark.slow

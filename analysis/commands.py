@@ -281,9 +281,11 @@ def over(runs: pd.DataFrame, s: Final) -> dict:
     """Draw the values of the column y over s.x, inf if diverged. s.minus is subtracted by seed."""
     values = sizes(runs.parameters) if s.x == 'parameters' else runs[s.x]  # None: no limit, or not of this model
     is_ordered = values.dropna().map(type).isin((int, float)).all()
-    text, absent = (tables.short_number, 'all') if is_ordered else (str, 'none')
-    place = values.astype(float) if is_ordered else pd.Series(pd.factorize(values.map(str))[0], runs.index)
-    place = place.fillna(2 * place.max() or 1).fillna(0)  # no limit: beyond the largest
+    if is_ordered:
+        text, absent, place = tables.short_number, 'all', values.astype(float)
+        place = place.fillna(2 * place.max() if place.max() > 0 else 1)  # no limit: beyond the largest
+    else:
+        text, absent, place = str, 'none', pd.factorize(values.map(str))[0]
     runs = runs.assign(place=place, **{s.x: values.map(text, na_action='ignore').fillna(absent)})
     if s.minus:
         runs = tables.relative(runs, 'y', s.minus, 'place')

@@ -43,7 +43,7 @@ class Mixture:
         names, shares = [Path(path).name for path in paths], (self.quotas / BLOCK).tolist()
         names = paths if len({*names}) < len(names) else names
         self.sources, self.T = dict(zip(names, zip(shares, self.datas))), None
-        self.folder = 'mix:' + ','.join(f'{name}={share:g}' for name, share in zip(names, shares))
+        self.folder = 'mix:' + ','.join(f'{path}={share:g}' for path, share in zip(paths, shares))
         self.example = self.datas[0].example
         self.sha256 = hashlib.sha256(repr([shares, [data.sha256 for data in self.datas]]).encode()).hexdigest()
 

@@ -45,17 +45,21 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
 
 
 def made_with(group: dict) -> dict:
-    """Return what an optimizer's group held when this was first called, before the first step."""
+    """Return an optimizer's group as it was made. The first call, before any step, keeps it."""
     return group.setdefault('made_with', copy.deepcopy({key: group[key] for key in group if key != 'params'}))
 
 
 def optimizer_parts(optimizer) -> dict:
-    """Return {parameter: its state} and {'group 0': what the optimizer changed in that group}."""
+    """Return {parameter: its state} and {'group 0': what the optimizer changed in that group}.
+
+    Schedule-Free, for example, counts its steps in its groups. Learning rates are train.py's.
+    """
     parts = dict(optimizer.state)
-    for i, group in enumerate(optimizer.param_groups):  # Schedule-Free, for example, counts its steps there
+    for i, group in enumerate(optimizer.param_groups):
         before = made_with(group)
-        parts[f'group {i}'] = {key: value for key, value in group.items() if key not in ('params', 'made_with', 'lr')
-                               and (isinstance(value, torch.Tensor) or value != before.get(key))}
+        values = {key: group[key] for key in group if key not in ('params', 'made_with', 'lr')}
+        parts[f'group {i}'] = {key: value for key, value in values.items()
+                               if isinstance(value, torch.Tensor) or value != before.get(key)}
     return parts
 
 

@@ -256,8 +256,10 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
     load_weights(model, {name: tensor for name, tensor in tensors.items() if '/' not in name}, folder)
     on_device = {p for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
                  for p in group['params']}  # with their step counts
-    params = dict(model.named_parameters())
-    groups = {f'group {i}': group for i, group in enumerate(optimizer.param_groups) if checkpoint.made_with(group)}
+    params, groups = dict(model.named_parameters()), {}  # the owners of values, by their names in the checkpoint
+    for i, group in enumerate(optimizer.param_groups):
+        checkpoint.made_with(group)  # remembers it before it changes here
+        groups[f'group {i}'] = group
     try:
         for name, tensor in tensors.items():
             key, is_moment, owner = name.partition('/')

@@ -285,13 +285,14 @@ def describe(s, model, data) -> None:
         raise UserError(f'acceptance_prompts = {s.acceptance_prompts} measures drafting, but this model ({s.model}) '
                         'cannot draft for itself: use 0')
     flops = model.flops_per_token(s.block_size) if hasattr(model, 'flops_per_token') else None
-    amounts = [f'data {name}: ' + (f'{tokens:,} training tokens, {share * s.max_tokens / tokens:.2f} epochs' if tokens
-                                   else 'unlimited generated rows')
-               for name, (share, source) in data.sources.items() for tokens in [source.splits['train']['tokens']]]
-    n_parameters = count_parameters(model)
-    print(f'model {s.model}: {n_parameters:,} parameters, vocabulary {data.n_ids} ({data.tokenizer})',
-          *amounts, f'{s.n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.tokens_per_step:,} tokens'
-          + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''), sep='\n')
+    print(f'model {s.model}: {count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})')
+    for name, (share, source) in data.sources.items():
+        tokens = source.splits['train']['tokens']
+        amount = f'{tokens:,} training tokens, {share * s.max_tokens / tokens:.2f} epochs' if tokens else (
+            'unlimited generated rows')
+        print(f'data {name}: {amount}')
+    print(f'{s.n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.tokens_per_step:,} tokens'
+          + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
     constant_until = float(s.decay_start) if s.schedule == 'wsd' else s.max_tokens
     if s.warmup_tokens > constant_until:
         print(f'learning_rate = {s.learning_rate:g} is never reached: the warm-up takes {s.warmup_tokens:,} tokens, '

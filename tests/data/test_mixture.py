@@ -36,6 +36,7 @@ def test_rows_have_the_shares_and_each_source_its_own_epochs(mix):
     assert torch.equal(torch.cat(parts), idx[3000:3100])  # whatever the batches and processes
     assert not torch.equal(m.train_batch(0, 25, T, seed=2)[0], idx[:25])
     assert m.val_batch(range(2000), T)[0].shape == (2000, T)  # the small text repeats
+    assert open_data(m.folder).sha256 == m.sha256  # `save` keeps this name
 
 
 @pytest.mark.slow

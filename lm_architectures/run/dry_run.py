@@ -23,7 +23,7 @@ from lm_architectures.machine.devices import pick_dtype
 from lm_architectures.machine.wrapping import gathered_modules
 from lm_architectures.run import folders, models
 
-MOST = 40_000  # operators of a step that are counted, in about 4 s
+MAX_OPERATORS = 40_000  # operators of a step that are counted, in about 4 s
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
@@ -55,7 +55,8 @@ def dry_run(s, config, data, n_processes: int, make_optimizer: Callable) -> None
         with models.model_errors(s.model):
             needed = held + activation_bytes(model, dtype, s.block_size, n_rows)
     except TimeoutError:
-        return print(f'; activations are left out: a step of {s.block_size} tokens takes over {MOST:,} operators')
+        return print(f'; activations are left out: a step of {s.block_size} tokens takes over '
+                     f'{MAX_OPERATORS:,} operators')
     except (RuntimeError, TypeError) as error:
         return print(f'; activations are left out: without data, a step fails {place(error)}')
     print(f', {needed / 2**30:.2f} GiB at the peak of a step on a GPU, with micro-batches of {n_rows} and matrix '
@@ -154,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.n_operators += 1
-        if self.n_operators > MOST:
+        if self.n_operators > MAX_OPERATORS:
             raise TimeoutError  # a recurrence that runs token by token
         if operator is torch.ops.aten.nonzero.default and args[0].is_meta:  # its size depends on the values: assume all
             out = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)

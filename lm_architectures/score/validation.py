@@ -10,11 +10,14 @@ from lm_architectures.machine.parallel import all_gather, rank, world
 
 def validation_loss(model, data, *args) -> tuple[dict[str, float], int]:
     """Return `loss_on_source`, for a mixture the weighted means, and each source's nll by name."""
-    found = {name: loss_on_source(model, source, *args) for name, (_, source) in data.sources.items()}
-    by_source = {name: means['nll'] for name, (means, _) in found.items()} if len(found) > 1 else {}
-    parts = next(iter(found.values()))[0]
-    means = {part: sum(share * found[name][0][part] for name, (share, _) in data.sources.items()) for part in parts}
-    return by_source | means, sum(n_counted for _, n_counted in found.values())
+    means, by_source, n_counted = {}, {}, 0
+    for name, (share, source) in data.sources.items():
+        parts, n = loss_on_source(model, source, *args)
+        for part, mean in parts.items():
+            means[part] = means.get(part, 0) + share * mean
+        by_source[name] = parts['nll']
+        n_counted += n
+    return (by_source if len(by_source) > 1 else {}) | means, n_counted
 
 
 @torch.no_grad()

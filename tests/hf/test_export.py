@@ -156,14 +156,12 @@ def batches():
     """Return three texts, and model inputs with their labels: packed, and padded on both sides."""
     torch.manual_seed(0)
     texts = [torch.randint(0, 256, (1, n)) for n in (7, 9, 5)]
-    packed = {'input_ids': torch.cat(texts, 1), 'position_ids': torch.tensor([[*range(7), *range(9), *range(5)]])}
-    padded = {'input_ids': torch.full((3, 9), 3), 'attention_mask': torch.zeros(3, 9, dtype=torch.int64)}
-    for i, (start, text) in enumerate(zip((1, 0, 0), texts)):
-        at = slice(start, start + text.shape[1])
-        padded['input_ids'][i, at], padded['attention_mask'][i, at] = text[0], 1
-    for inputs, starts in (packed, packed['position_ids'] == 0), (padded, padded['attention_mask'].cumsum(1) <= 1):
-        is_ignored = starts | (inputs.get('attention_mask', 1) == 0)
-        inputs['labels'] = inputs['input_ids'].masked_fill(is_ignored, -100)
+    labels = [F.pad(text[:, 1:], (1, 0), value=-100) for text in texts]  # nothing predicts a first token
+    packed = {'input_ids': torch.cat(texts, 1), 'position_ids': torch.tensor([[*range(7), *range(9), *range(5)]]),
+              'labels': torch.cat(labels, 1)}
+    padded = {name: torch.cat([F.pad(x, place, value=fill) for x, place in zip(rows, ((1, 1), (0, 0), (0, 4)))])
+              for name, rows, fill in (('input_ids', texts, 3), ('labels', labels, -100),
+                                       ('attention_mask', map(torch.ones_like, texts), 0))}
     return texts, packed, padded
 
 

@@ -315,7 +315,7 @@ def test_a_dry_run_without_data_prints_assumptions_how_to_make_the_data_and_whet
     assert 'a step does not fit 0.0001 GiB' in small and 'vocabulary of 300 ids' in small
     shown = run('train.py', ROOT / 'config/gpn/gpn_130m.py', '--dry_run').stdout
     assert '129,151,902 parameters' in shown and gpn_130m.make_data.partition('prepare_fineweb.py')[2] in shown
-    monkeypatch.setattr(dry_run, 'MOST', 1000)
+    monkeypatch.setattr(dry_run, 'MAX_OPERATORS', 1000)
     shown = run('train.py', *args, '--model=context_ready', '--bptt=True', '--assumed_ids=300').stdout
     assert 'activations are left out: a step of 32 tokens takes over 1,000 operators' in shown
     assert list(tmp_path.iterdir()) == []

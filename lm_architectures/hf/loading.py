@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 sys.modules.update(lm_architectures=None, attn_kernels=None)  # cannot be imported, even if installed
 reference = load_file(sys.argv[2])
 model, info = AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], trust_remote_code=True, dtype=torch.float32, output_loading_info=True)
+    sys.argv[1], trust_remote_code=True, dtype=torch.float32 if reference else 'auto', output_loading_info=True)
 if any(info.values()):
     sys.exit(f'its tensors do not fit its code: {info}')
 if reference:

@@ -268,15 +268,15 @@ def evaluate(model, compiled, data, s, machine) -> dict[str, float]:
 def make_model(s, config, data, machine) -> torch.nn.Module:
     """Return the model on its device, with initial or loaded weights. Sets machine.dtype.
 
-    With FSDP, only rank 0 has weights, and gives the others their shards in wrapping.py.
+    With FSDP, only rank 0 needs weights, and gives the others their shards in wrapping.py.
     """
-    is_sharded = s.parallel == 'fsdp' and machine.world > 1
+    is_sharded, model = s.parallel == 'fsdp' and machine.world > 1, None
     torch.manual_seed(s.seed)
     with models.model_errors(s.model), torch.no_grad():  # a missing kernel fails before the run folder is written
         if is_sharded and machine.rank > 0:
-            from lm_architectures.run.dry_run import meta_model
-            model = meta_model(s.model, config, models.code_folder(s))
-        else:
+            from lm_architectures.run.dry_run import model_without_weights
+            model = model_without_weights(s.model, config, models.code_folder(s))
+        if model is None:
             model = models.model_file(s.model, models.code_folder(s)).Model(config).to(machine.device)
         is_big = models.count_parameters(model) >= 1_000_000  # on CPUs, bf16 pays off from here on
         models.describe(s, model, data)

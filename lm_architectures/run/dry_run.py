@@ -79,6 +79,19 @@ def meta_model(name: str, config, code: str | None = None) -> torch.nn.Module:
                         f'fails {place(error)}')
 
 
+def model_without_weights(name: str, config, code: str | None = None) -> torch.nn.Module | None:
+    """Return a model on the meta device, to get weights later. None if it would lose more there.
+
+    That is a number that `__init__` reads from a tensor, or a tensor that is no buffer.
+    """
+    try:
+        model = meta_model(name, config, code)
+    except UserError:
+        return None
+    own = [{**vars(module), '_parameters': None, '_buffers': None} for module in model.modules()]
+    return None if any(isinstance(x, torch.Tensor) for x in tree_leaves(own)) else model
+
+
 def place(error: Exception) -> str:
     """Return where an error arose, outside of libraries and this file: 'in FILE, line 7: CODE'."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -275,6 +275,19 @@ def test_with_fsdp_only_rank_0_makes_the_weights(tiny_data):
         assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize('value', [lambda model: torch.ones(2), lambda model: float(model.head.weight[0, 0])])
+def test_a_model_with_values_besides_weights_and_buffers_is_made_by_all_ranks(value, tiny_data, monkeypatch):
+    class Model(model_standard.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            self.value = value(self)
+    monkeypatch.setattr(models, 'model_file', lambda *args: SimpleNamespace(Model=Model))
+    data, machine = open_data(tiny_data), devices.Machine(1, 2, torch.device('cpu'))
+    with process_group(2, rank=1):
+        model = train.make_model(train.Settings(parallel='fsdp'), small_model().config, data, machine)
+    assert not any(x.is_meta for x in [*model.parameters(), torch.as_tensor(model.value)])
+
+
 @pytest.mark.slow
 def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
     """Each is one graph. With PyTorch's attention, because ours runs outside graphs on a CPU."""

@@ -204,7 +204,7 @@ def train_step(model, ddp, optimizer, data, s, step, machine, skips) -> dict[str
         warn_once(f'the loss does not depend on {", ".join(unused)}: no gradient in the first step')
     norm = parallel.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf))
     step_if_finite(optimizer, norm, skips)
-    optimizer.zero_grad(set_to_none=not parallel.keeps_gradients(ddp))
+    optimizer.zero_grad(set_to_none=not getattr(ddp, 'keeps_gradients', False))
     return {**parts, 'grad_norm': norm}
 
 

@@ -99,11 +99,6 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, 'set_requires_gradient_sync')  # added by `fully_shard`
 
 
-def keeps_gradients(ddp: torch.nn.Module) -> bool:
-    """Return True if gradients must be set to 0 in place: they are views of DDP's buckets."""
-    return getattr(ddp, 'keeps_gradients', False)
-
-
 def reduce_gradients(model: torch.nn.Module, ddp: torch.nn.Module, on: bool) -> None:
     """Turn gradient reduction of the next backward pass on or off. ddp: the wrapped model."""
     if is_sharded(model):
@@ -131,11 +126,3 @@ def gather_weights(model: torch.nn.Module) -> Iterator[None]:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a sharded one; other tensors unchanged."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
-
-
-def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the device of `other`, and this process's shard if `other` is sharded."""
-    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
-        return tensor.to(other.device)
-    from torch.distributed.tensor import distribute_tensor
-    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

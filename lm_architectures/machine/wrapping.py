@@ -5,7 +5,7 @@ docs/scale.md explains which weights FSDP gathers when.
 import torch
 import torch.distributed as dist
 
-from lm_architectures.machine.parallel import all_gather, rank, shard_like, world
+from lm_architectures.machine.parallel import all_gather, rank, world
 
 
 def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -51,6 +51,14 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
             tensor.copy_(shard_like(full, tensor))
 
 
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the device of `other`, and this process's shard if `other` is sharded."""
+    if not hasattr(other, 'device_mesh') or tensor.shape != other.shape:
+        return tensor.to(other.device)
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
+
+
 def _tensors(model):
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
@@ -83,5 +91,5 @@ def wrap_model(model: torch.nn.Module, compiled: torch.nn.Module, machine, s) ->
         gradient_as_bucket_view=True)  # else 4 bytes per weight more
     for _ in range(2 * accumulates):  # gradients move into the buckets, and the second pass makes DDP's final buckets
         ddp(None, None).backward()
-    ddp.keeps_gradients = accumulates
+    ddp.keeps_gradients = accumulates  # train_step sets them to 0 in place, because they are views of the buckets
     return ddp

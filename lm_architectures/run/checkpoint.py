@@ -50,12 +50,9 @@ def made_with(group: dict) -> dict:
 
 
 def optimizer_parts(optimizer) -> dict:
-    """Return {parameter: its state} and {'group 0': what the optimizer changed in that group}.
-
-    Schedule-Free, for example, counts its steps in its groups. Learning rates are train.py's.
-    """
+    """Return {parameter: its state} and {'group 0': what the optimizer changed in that group}."""
     parts = dict(optimizer.state)
-    for i, group in enumerate(optimizer.param_groups):
+    for i, group in enumerate(optimizer.param_groups):  # Schedule-Free, for example, counts its steps there
         before = made_with(group)
         values = {key: group[key] for key in group if key not in ('params', 'made_with', 'lr')}
         parts[f'group {i}'] = {key: value for key, value in values.items()

@@ -12,7 +12,7 @@ import torch
 from lm_architectures.data import open_data
 from lm_architectures.data.text.tokenizers import TOKENIZER_FILES, tokenizer_digest
 from lm_architectures.files import ROOT, UserError, command, first_line, read_json, warn_once
-from lm_architectures.machine import parallel
+from lm_architectures.machine.wrapping import shard_like
 from lm_architectures.run import checkpoint
 from lm_architectures.run.models import STORED, code_of, given_model, model_file
 from lm_architectures.settings import make_settings, typed
@@ -268,7 +268,7 @@ def restore_training(folder, model: torch.nn.Module, optimizer, up_to: int | Non
             elif is_moment and key == 'step' and params[owner] not in on_device:  # on the CPU, as in load_state_dict
                 optimizer.state[params[owner]][key] = tensor
             elif is_moment:
-                optimizer.state[params[owner]][key] = parallel.shard_like(tensor, params[owner])
+                optimizer.state[params[owner]][key] = shard_like(tensor, params[owner])
         for owner, rest in state['optimizer'].items():
             (groups[owner] if owner in groups else optimizer.state[params[owner]]).update(rest)
     except (KeyError, TypeError, ValueError) as error:
@@ -316,4 +316,4 @@ def load_weights(model: torch.nn.Module, tensors: dict, source) -> None:
             raise UserError(f'{source} does not fit this model: {name} has shape {have}, expected {want}')
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[name].copy_(parallel.shard_like(tensor, own[name]))
+            own[name].copy_(shard_like(tensor, own[name]))

@@ -136,18 +136,15 @@ def find_module(module: str, folders: list[Path]) -> dict[str, Path]:
 def is_hidden(module: str, files: dict[str, Path]) -> bool:
     """Return True if a package gives a module's name to another thing: `from .norm import norm`."""
     package, _, name = module.rpartition('.')
-    if package not in files:
-        return False
-    table = symtable.symtable(decode_source(files[package].read_bytes()), str(files[package]), 'exec')
-    symbol = table.lookup(name) if name in table.get_identifiers() else None
-    return symbol is not None and (symbol.is_imported() or symbol.is_assigned())
+    text = decode_source(files[package].read_bytes()) if package in files else ''
+    symbols = symtable.symtable(text, package, 'exec').get_symbols()
+    return any(x.get_name() == name and (x.is_imported() or x.is_assigned()) for x in symbols)
 
 
 def relative_imports(module: str, path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
     """Return a module's text, with relative imports of the files in `folders`; {module: its file}.
 
-        from x import y         ->  from .x import y
-        import x                ->  from . import x
+        from x import y         ->  from .x import y        (and `import x`  ->  `from . import x`)
         from pkg import part    ->  from . import pkg_part as part
         import pkg.part         ->  from . import pkg, pkg_part; pkg.part = pkg_part
         from scans import gdn   ->  from lm_architectures.scans import gdn
@@ -288,9 +285,8 @@ def describe(s, model, data) -> None:
     print(f'model {s.model}: {count_parameters(model):,} parameters, vocabulary {data.n_ids} ({data.tokenizer})')
     for name, (share, source) in data.sources.items():
         tokens = source.splits['train']['tokens']
-        amount = f'{tokens:,} training tokens, {share * s.max_tokens / tokens:.2f} epochs' if tokens else (
-            'unlimited generated rows')
-        print(f'data {name}: {amount}')
+        amount = f'{tokens:,} training tokens, {share * s.max_tokens / tokens:.2f} epochs' if tokens else None
+        print(f'data {name}: {amount or "unlimited generated rows"}')
     print(f'{s.n_steps:,} steps of {s.batch_size} x {s.block_size} = {s.tokens_per_step:,} tokens'
           + (f', {flops / 1e6:,.1f} MFLOP per token' if flops else ''))
     constant_until = float(s.decay_start) if s.schedule == 'wsd' else s.max_tokens

@@ -259,7 +259,7 @@ def test_with_ddp_gradients_of_several_micro_batches_are_held_once_and_sent_once
                 for _ in run_step(model, ddp, 4):
                     assert live.live < 8.2 * n
             assert traffic.sent == {('allreduce_', torch.float32): 4 * n}
-            optimizer.zero_grad(set_to_none=not parallel.keeps_gradients(ddp))
+            optimizer.zero_grad(set_to_none=not ddp.keeps_gradients)
         assert not any(p.grad.any() for p in model.parameters())
 
 

@@ -1,7 +1,6 @@
 """Several processes: DDP (each has a copy of the model) and FSDP (each has a shard of it).
 
-Joining the other processes comes first, then collective operations on values, then the training of
-a model. All of them also work with a single process. wrapping.py has the rest.
+All functions also work with a single process. wrapping.py wraps a model for several.
 """
 import atexit
 import os

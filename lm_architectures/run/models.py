@@ -144,7 +144,7 @@ def is_hidden(module: str, files: dict[str, Path]) -> bool:
 def relative_imports(module: str, path: Path, folders: list[Path]) -> tuple[str, dict[str, Path]]:
     """Return a module's text, with relative imports of the files in `folders`; {module: its file}.
 
-        from x import y         ->  from .x import y        (and `import x`  ->  `from . import x`)
+        from x import y         ->  from .x import y, and `import x` is `from . import x`
         from pkg import part    ->  from . import pkg_part as part
         import pkg.part         ->  from . import pkg, pkg_part; pkg.part = pkg_part
         from scans import gdn   ->  from lm_architectures.scans import gdn

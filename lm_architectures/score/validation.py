@@ -13,8 +13,7 @@ def validation_loss(model, data, *args) -> tuple[dict[str, float], int]:
     means, by_source, n_counted = {}, {}, 0
     for name, (share, source) in data.sources.items():
         parts, n = loss_on_source(model, source, *args)
-        for part, mean in parts.items():
-            means[part] = means.get(part, 0) + share * mean
+        means = {part: means.get(part, 0) + share * mean for part, mean in parts.items()}
         by_source[name] = parts['nll']
         n_counted += n
     return (by_source if len(by_source) > 1 else {}) | means, n_counted

@@ -693,7 +693,7 @@ def _sums(chunks):
     return {name: sum(at_least_fp32(chunk[name]) for chunk in chunks) for name in chunks[0]}
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):  # gradients are computed in the forward pass, and scaled backward
     @staticmethod
     def forward(ctx, fn, names, n_chunks, n_rows, n_shared, *tensors):
         rows = tensors[:n_rows]

@@ -207,10 +207,10 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size, None if c.pad_rows_in_loss else c.n_ids)
         self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # `begin_step` draws from these
-        self.drawn = SimpleNamespace(n_unrolls=c.K)  # for this step; no plain value, so that masks are kept
+        self.drawn = SimpleNamespace(n_unrolls=c.K)  # for this step. A number here would be in the key of kept masks
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
-        self.shard_blocks = not c.bptt and c.variant != 'tied'  # these run or read a block outside its call
+        self.shard_blocks = not c.bptt and c.variant != 'tied'  # these use a block's weights without calling it
         # Initializes every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # only the attention output is scaled down with depth (inferred)

@@ -6,13 +6,13 @@ the token's value and the result. Queries, keys and values first pass through a 
 convolution. It is a baseline in the GPN paper (arXiv 2605.10643), next to the Transformer.
 
 Read `Block.step`, the memory's equation, then `Block.forward`. `Block.loop` applies it token by
-token. scans/gdn.py computes the same in chunks of tokens, and runs unless `step` is edited.
+token. scans/gdn.py computes the same in chunks of tokens, and runs unless these are edited.
 
     B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded    F  feed-forward width
     L  layers       H  heads       K  key size, d_k   D  value size, d_v       W  convolution taps
     M  memory (B, H, K, D), transpose of the paper's S    X  convolved channels, H (2 K + D)
     h  hidden states   o  outputs of the memory           n  tokens of a call, T in training
-    is_doc_start  True for the first token of a document, whose memory starts empty
+    is_doc_start  True for the first token of a document, but not of a row: its memory starts empty
 """
 import math
 from dataclasses import dataclass
@@ -162,7 +162,7 @@ class Block(nn.Module):
 
     @checkpointed
     def forward(self, h, same_doc=None, is_doc_start=None, cache=None):
-        """Apply the block to h (B, n, C). `document_masks`: of n, with a cache of max_call + n."""
+        """Apply the block to h (B, n, C). With a cache, masks cover max_call tokens before, too."""
         def heads(x):  # (B, n, H size) -> (B, n, H, size), in fp32 like the memory
             return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.memory_shape[0], -1))
 

@@ -17,7 +17,7 @@ Gate_p, queries, keys and decay.
     K  key size of a head, d_k     D  value size, d_v                        M  memory (B, H, K, D)
     s  predicted state s^p (B, C)  g  grounded state s^g (B, C)              x_t  token t
     u  a token's contribution to the state (B, C)    n  tokens per `extend` call
-    carry_mask  False where a document starts
+    carry_mask  False where a document starts, but for the first token of a row
 """
 import functools
 import math
@@ -41,6 +41,7 @@ except ImportError:  # the folder scans/ is optional
 
 @dataclass
 class Config:
+    # for train.py and analyses: docs/own_model.md
     may_change = 'scan', 'segment_len'  # settings that only affect speed and memory
 
     n_layer: int = 1  # layers per token, L; they share one state and one memory

@@ -140,8 +140,8 @@ class Model(nn.Module):
         targets = counted_targets(idx, targets, c.eos_id)
         targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
         if c.eos_id is not None:
+            # Target x_{t+1+i} counts if its input x_{t+i} is in a document that has started by t.
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
-            # Where the document of a target's input starts after t, the target is in another one.
             targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
         counted = targets >= 0
         weights = counted / counted.sum((0, 1)).clamp(min=1)

@@ -175,7 +175,7 @@ class Model(nn.Module):
         keys = X if layer < self.n_x_layers else BOTH
         return keys, self.output if layer == self.config.n_layer - 1 else keys
 
-    def all_pairs(self):  # of the streams of a layer, each once: it has its own mask
+    def stream_pairs(self):  # the distinct ones of all layers: each needs a mask
         return dict.fromkeys(map(self.streams, range(self.config.n_layer)))
 
     def _run_blocks(self, idx, rope, masks, cache=None):
@@ -204,7 +204,7 @@ class Model(nn.Module):
         rope = rope_table(torch.arange(T, device=idx.device).repeat(2), c.head_size, c.rope_theta, c.rope_scaling)
         doc_start = document_starts(idx, c.eos_id)
         masks = {}
-        for keys, queries in self.all_pairs():
+        for keys, queries in self.stream_pairs():
             if c.attention == 'triton':
                 reaches = [self.w_x, self.w_rho][:len(keys)]
                 masks[keys, queries] = triton_kernels().make_mask(T, idx.device, doc_start, reaches, queries[0])
@@ -250,8 +250,8 @@ class Model(nn.Module):
         lengths: (B,) tokens per right-padded row, each >= 1. Returns the logits of each row's last
         token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_call.
         """
-        h = torch.cat([self._run_blocks(piece.tokens, piece.rope, {x: piece.mask(*x) for x in self.all_pairs()}, cache)
-                       for piece in cache.pieces(tokens, lengths)], 1)
+        h = torch.cat([self._run_blocks(part.tokens, part.rope, {x: part.mask(*x) for x in self.stream_pairs()}, cache)
+                       for part in cache.pieces(tokens, lengths)], 1)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 

@@ -36,7 +36,7 @@ def pinned(model, fast):
         return fast if model.config.scan == 'fast' else None
     if cls is not getattr(file, 'Model', None) or cls.__base__.__module__.partition('.')[0] != 'torch':
         warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: '
-                   f'scans.{name} does not support subclasses')
+                  f'scans.{name} does not support subclasses')
         return None
     why, hint = 'it does not implement the edit', ''
     try:
@@ -50,7 +50,7 @@ def pinned(model, fast):
     if (Path(getattr(file, '__file__', '')).parent.parent / 'config.json').exists():  # a run's copy, not to be edited
         hint = ''
     warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step, without '
-               f'scans.{name} ({why}){hint}')
+              f'scans.{name} ({why}){hint}')
     return None
 
 
@@ -66,7 +66,7 @@ def _code(x):
         if token.type in (tokenize.COMMENT, tokenize.NL):
             continue
         if token.type != tokenize.STRING or not starts_statement:
-            code += '<' if token.type == tokenize.DEDENT else token.string  # an indent is in `string`
+            code += '<' if token.type == tokenize.DEDENT else token.string  # a dedent has no text, an indent has
         starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     return code
 

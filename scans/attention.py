@@ -22,7 +22,7 @@ import torch
 
 from . import constexpr, digest, jit, kernels_on_cpu, tl, triton
 
-PINS = ('f3133ca0f9eace0d', '40b5558e8197241b')  # digests of `sees` in model_standard.py and model_sps.py
+PINS = {'f3133ca0f9eace0d', '40b5558e8197241b'}  # digests of `sees` in model_standard.py and model_sps.py
 TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a tile}; no spills on an H100
     (32, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
     (64, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},

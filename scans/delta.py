@@ -22,7 +22,7 @@ COLUMNS, WARPS = 32, 4  # columns of M (value dimensions) that a program compute
 
 @jit
 def _key_of(x, row, K: constexpr):
-    """Return the key (K,), a mask of the entries that pass the ReLU, and 1 / its length before."""
+    """Return the key (K,), a mask of the entries that pass the ReLU, and 1 / the ReLU's length."""
     x = tl.load(x + row, mask=row < K, other=0.0)
     x = tl.where(x < 0, 0.0, x)  # keeps NaN
     inverse = 1 / tl.sqrt(tl.sum(x * x, 0) + 1e-12)  # eps ** 2 of `l2_normalize`
@@ -88,10 +88,10 @@ def _backward_kernel(grad, grad_read, memory, k, v, beta, decay, q, dm, dk, dv, 
     tl.store(ddecay + head, tl.sum(g_m, 0))
 
 
-def _launch(kernel, tiles, memory, *others):
-    B, H, K, D = memory.shape
-    tensors = (x if x is None else x.contiguous() for x in (memory, *others))
-    with torch.cuda.device_of(memory):
+def _launch(kernel, tiles, first, *others):
+    B, H, K, D = first.shape
+    tensors = (x if x is None else x.contiguous() for x in (first, *others))
+    with torch.cuda.device_of(first):
         kernel[B * H, tiles](*tensors, K, D, triton.next_power_of_2(K), COLUMNS, num_warps=WARPS, num_stages=1)
 
 

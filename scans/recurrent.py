@@ -15,7 +15,7 @@
 Each of the three is a graph of one token, traced from the step and compiled by Inductor once per
 shape. Products of the same input are one product, a group. The gradients of other parameters, such
 as norms' weights, are added token by token. DDP and FSDP see a parameter's gradient once. On a GPU,
-the tokens of a segment are cuda_graphs as a CUDA graph, and products have the dtype of autocast.
+the tokens of a segment are recorded as a CUDA graph, and products have the dtype of autocast.
 
 A step must not depend on values of tensors. Its trace freezes what Python computes, so random
 numbers have to be among x. A parameter that the step reads gets a gradient, if only of zeros.
@@ -49,7 +49,7 @@ PARTS, LANES = 8, 16  # parts of a product's matrix, and a multiple of their row
 
 @outside_graphs
 def runs_on(device):
-    """Return True on a GPU with Triton or a CPU with a C++ compiler, which is missed in a line."""
+    """Return True on a GPU with Triton, or a CPU with a C++ compiler (without one, warn once)."""
     if device.type == 'cuda':
         return triton is not None
     compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')

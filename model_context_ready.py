@@ -23,7 +23,6 @@ T + 1 unrolls equal streaming (Lemma 1). If the correction is a contraction, far
     K  unrolls      e  embeddings  z  block outputs before the final norm, the paper's h^(D)
     starts  True at a document's first token, whose z_{t-1} is 0 (z_{-1} in section 3.1, z_0 in 3.2)
 """
-import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
@@ -178,6 +177,12 @@ class LlamaBlock(Block):
         return self.ffn_out(F.silu(gate) * up)
 
 
+def predicted_change(changes, k):
+    """Return the change of z in unroll k at the mean rate so far. changes: of unrolls 2, 3, ..."""
+    mean_rate = min(1, changes[-1] / changes[0]) ** (1 / (len(changes) - 1))
+    return changes[0] * mean_rate ** (k - 2)
+
+
 class Past(dict):
     """Keys and values of past positions, by layer: a growing cache that gradients flow through."""
 
@@ -269,7 +274,7 @@ class Model(nn.Module):
         prefill_tol of its norm, or by rounding errors, or after n + 1 unrolls (Lemma 1). Gives up,
         with None for z, if `limit` unrolls will not be enough.
         """
-        kind, z, changes = n_tokens.device.type, self.unroll(None, *inputs), [math.inf]
+        kind, z, changes = n_tokens.device.type, self.unroll(None, *inputs), []
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
         corrects = torch.arange(z.shape[1], device=z.device) < n_tokens[:, None] - 1  # a row's last z corrects nothing
@@ -277,11 +282,10 @@ class Model(nn.Module):
             last_z, z = z, self.unroll(z, *inputs)
             relative = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
             changes.append(relative.masked_fill(~corrects, 0).max().item())
-            first, last, change = changes[1], *changes[-2:]  # at k = 2, k - 1 and k
-            if change <= self.config.prefill_tol or last <= change < rounding:
+            *before, change = changes
+            if change <= self.config.prefill_tol or before and before[-1] <= change < rounding:
                 break
-            mean_rate = min(1, change / first) ** (1 / max(1, k - 2))  # the change per unroll since k = 2
-            if limit and k > 3 and first * mean_rate ** (limit - 2) > rounding:  # predicted for k = limit
+            if limit and k > 3 and predicted_change(changes, limit) > rounding:
                 return None, k
         return z, k
 

@@ -140,17 +140,17 @@ class _Compute(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is not F.linear or not weights_of(self.names, *args, **kwargs):
-            args, kwargs = tree_map(lambda x: self.plain.get(self.names.get(id(x)), x), (args, kwargs))
-            if not hasattr(func, 'keeps'):
-                return func(*args, **kwargs)
-            room = next(self.op_results)
-            results = func(*args, **kwargs, known=room if self.known else None)
-            return results if self.known else [*results[:-1], room.copy_(results[-1])]
+        if func is F.linear and weights_of(self.names, *args, **kwargs):
+            return self.product_of(args[0])
+        args, kwargs = tree_map(lambda x: self.plain.get(self.names.get(id(x)), x), (args, kwargs))
+        return self.call_operator(func, args, kwargs) if hasattr(func, 'keeps') else func(*args, **kwargs)
+
+    def product_of(self, input):
+        """Return the next product of the step: columns of its group's, computed at first use."""
         i, columns = next(self.columns_of)
         if self.y[i] is None:
             w, b, z = self.weights[i], self.biases[i], self.z[i]
-            y = args[0].flatten(0, -2).to(w.dtype)
+            y = input.flatten(0, -2).to(w.dtype)
             self.y[i] = y.detach()
             if self.known:
                 self.z[i] = _KnownProduct.apply(y, w, z)
@@ -158,7 +158,25 @@ class _Compute(TorchFunctionMode):
                 product_into(z, y, w, b)
             else:
                 z.copy_(product(y, w) + b)
-        return self.z[i][:, columns].unflatten(0, args[0].shape[:-1])
+        return self.z[i][:, columns].unflatten(0, input.shape[:-1])
+
+    def call_operator(self, func, args, kwargs):
+        """Call an operator that `keeps` its last result: store that, or give it as known."""
+        room = next(self.op_results)
+        if self.known:
+            return func(*args, **kwargs, known=room)
+        results = func(*args, **kwargs)
+        return [*results[:-1], room.copy_(results[-1])]
+
+
+def number_values(graph):
+    """Return {node: number}, equal for nodes that compute the same: twice norm(x), for example."""
+    numbers, seen = {}, {}
+    for node in graph.nodes:
+        of_args = torch.fx.node.map_arg((node.args, node.kwargs), numbers.get)
+        key = f'{node.target}{of_args}' if node.op == 'call_function' else f'{node.op} {node.target}'
+        numbers[node] = seen.setdefault(key, f'%{len(seen)}')
+    return numbers
 
 
 # ---- graphs of one token ----
@@ -188,12 +206,8 @@ class Recurrence:
                 step(*arguments)
             return record.inputs
 
-        graph, numbers, seen = make_fx(inputs)(*arguments).graph, {}, {}
-        for node in graph.nodes:  # equal values get the same number, so products of equal inputs are one group
-            of_args = torch.fx.node.map_arg((node.args, node.kwargs), numbers.get)
-            key = f'{node.target}{of_args}' if node.op == 'call_function' else f'{node.op} {node.target}'
-            numbers[node] = seen.setdefault(key, f'%{len(seen)}')
-        groups, rows, self.columns_of = {}, {}, []
+        graph = make_fx(inputs)(*arguments).graph
+        numbers, groups, rows, self.columns_of = number_values(graph), {}, {}, []
         for (w, b), y in zip(record.products, graph.output_node().args[0]):
             group = groups.setdefault(numbers[y], [])
             rows[numbers[y]] = math.prod(y.meta['val'].shape[1:-1])
@@ -271,7 +285,7 @@ class Recurrence:
 
     @torch.no_grad()
     def call(self, function, *parts):
-        """Call one of these three. The first call traces it, in plain Python, and compiles it."""
+        """Call forward, rebuild or backward. The first call traces it in Python and compiles it."""
         tensors = [a for part in parts for a in part]
         if function.__name__ not in self.compiled:
             def flat(*tensors):
@@ -310,7 +324,7 @@ class Recurrence:
         return grad_state, totals, dx, dz, y
 
     def segment(self, function, params, is_usual, *inputs):
-        """Call one of these two, on a GPU as a CUDA graph if is_usual: as long as the first."""
+        """Call one of both, on a GPU as a CUDA graph if is_usual: as long as the first segment."""
         with torch.autocast(inputs[0][0].device.type, enabled=False):
             if not is_usual or not self.on_gpu:
                 return function(params, *inputs)

@@ -6,7 +6,7 @@ the token's value and the result. Queries, keys and values first pass through a 
 convolution. It is a baseline in the GPN paper (arXiv 2605.10643), next to the Transformer.
 
 Read `Block.step`, the memory's equation, then `Block.forward`. `Block.loop` applies it token by
-token. scans/gdn.py computes the same in chunks of tokens, and runs unless these are edited.
+token. scans/gdn.py computes the same in chunks of tokens. It runs unless they are edited.
 
     B  batch size   T  positions   C  width, n_embd   V  vocabulary, padded    F  feed-forward width
     L  layers       H  heads       K  key size, d_k   D  value size, d_v       W  convolution taps

@@ -17,7 +17,7 @@ def compile_model(model: torch.nn.Module) -> torch.nn.Module:
 
     Equal blocks compile once, which is several times faster than compiling all layers as one graph.
     Parts with `dynamic = True`, such as attn_kernels.CrossEntropy, compile once for inputs of all
-    lengths. They belong to the loss, and no model has them in its graph.
+    lengths. They are parts of the loss, which runs outside of the model's own graph.
     """
     in_parts = any(hasattr(module, 'blocks') for module in model.modules())
     for part in _parts(model):

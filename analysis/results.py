@@ -7,7 +7,7 @@ A table stands between two marks, alone on their lines, with the Python expressi
 
 FOLDER/runs.csv has a row for each run: its trial (bench/results/trials.md), label and seed. `kind`
 marks rows whose runs are lost: 'mean of 5', 'lowest of 5', 'highest of 5' (seeds), or 'minus GPT',
-a difference from that label. FOLDER/tests.csv and quantities.csv say what is computed from them.
+a difference from that label. FOLDER/quantities.csv says what a paper's table shows of them.
 --check writes nothing: the exit status is 1 if a page or figure is stale.
 """
 import re
@@ -18,7 +18,7 @@ from io import BytesIO
 
 import numpy as np
 import pandas as pd
-from scipy import optimize, stats
+from scipy import stats
 
 from analysis.figures import gap_text, markdown, new_figure
 from analysis.runs import by_seed, compared, interval
@@ -45,27 +45,24 @@ def runs(folder: str) -> pd.DataFrame:
 
 
 def trial(folder: str, name: str) -> pd.DataFrame:
-    return runs(folder)[runs(folder).trial == name]
+    """Return the rows of a trial: one of this folder, or one of all papers (papers/runs.csv)."""
+    rows = pd.concat(map(runs, dict.fromkeys(['papers', folder])))
+    return rows[rows.trial == name]
 
 
 # ---- cells: functions of the rows of a trial ----
 
-def loss(rows: pd.DataFrame, label: str, first: str) -> str:
-    return f'{by_seed(rows)[label].mean():.3f}'
+def gaps(rows: pd.DataFrame, a: str, b: str, value: str = 'loss') -> pd.Series:
+    """Return a value of label a minus that of b, for each seed. Curves are read at their end."""
+    values = by_seed(rows.drop_duplicates(['label', 'seed'], keep='last'), value)
+    return (values[a] - values[b]).dropna()
 
 
-def minus(rows: pd.DataFrame, label: str, first: str, value: str = 'loss', millions: float = np.inf) -> str:
-    """Return a value minus that of `first`, by seed: '+0.037 (+0.005 to +0.069)'.
-
-    Curves of differences are read at their end, or after about so many million tokens.
-    """
-    own = rows[rows.label == label]
-    if own.empty or rows.kind.any():
-        return ''.join(own[own.tokens < 1.05e6 * millions][value].tail(1).map('{:+.3f}'.format))
+def minus(rows: pd.DataFrame, label: str, first: str, value: str = 'loss') -> str:
+    """Return the gap between two labels, '+0.037 (+0.005 to +0.069)', or the loss of `first`."""
     if label == first:
-        return f'loss {loss(rows, label, first)}'
-    values = by_seed(rows, value)
-    return gap_text(*interval(values[label] - values[first])[['mean', 'low', 'high']])
+        return f'loss {by_seed(rows)[label].mean():.3f}'
+    return gap_text(*interval(gaps(rows, label, first, value))[['mean', 'low', 'high']])
 
 
 def ratio(rows: pd.DataFrame, label: str, first: str, column: str = 'flops') -> str:
@@ -87,7 +84,7 @@ def spread(rows: pd.DataFrame, value: str, form: str) -> str:
 
 
 def seeds(rows: pd.DataFrame) -> str:
-    return rows.kind.iloc[0].partition(' of ')[2] if rows.kind.any() else str(rows.seed.nunique())
+    return rows.kind.iloc[0].partition(' of ')[2] or str(rows.seed.nunique())
 
 
 # ---- tables ----
@@ -105,17 +102,36 @@ def table(folder: str, first: str, columns: dict[str, tuple]) -> pd.DataFrame:
     return pd.DataFrame({f'compared with {first}': labels, **found})
 
 
+def read_quantities(folder: str) -> pd.DataFrame:
+    return pd.read_csv(ROOT / folder / 'quantities.csv', dtype=str, keep_default_na=False)
+
+
+def measured(folder: str, row) -> pd.DataFrame:
+    """Return the rows of runs that a row of quantities.csv is computed from."""
+    rows = trial(folder, row.trial).dropna(subset=row.value)
+    rows = rows[rows.label.isin([*row.a.split(' | '), row.b])]
+    return rows[rows.tokens < 1.05e6 * float(row.millions)] if row.millions else rows
+
+
 def quantities(folder: str) -> pd.DataFrame:
-    """Return a paper's quantities, here and there: differences from `b` if it is given."""
-    found = {}
-    for row in pd.read_csv(ROOT / folder / 'quantities.csv', keep_default_na=False).itertuples():
-        rows, name = trial(folder, row.trial).dropna(subset=row.value), row.name and f'{row.name}: '
-        own = rows[rows.label.isin(row.a.split(' | '))]
-        here = minus(rows, row.a, row.b, row.value) if row.b else spread(own, row.value, row.form)
-        cells = f'{name}{here}', seeds(own), row.paper and f'{name}{row.paper}'
-        found.setdefault(row.quantity, []).append(cells)
-    return pd.DataFrame([[quantity, *(', '.join(dict.fromkeys(filter(None, column))) for column in zip(*cells))]
-                         for quantity, cells in found.items()], columns=['quantity', 'here', 'seeds', 'the paper'])
+    """Return the table of a paper. Rows of quantities.csv with the same `what` share a row of it.
+
+    If `b` is given, a difference of a and b is shown or, where form is 'ratio', their ratio. Rows
+    with a `direction` are tests. `millions` is where curves are read. † marks a value of one seed.
+    """
+    found, tests = {}, tested(folder)
+    for row in read_quantities(folder).itertuples():
+        rows = measured(folder, row)
+        if row.b:
+            here = (ratio if row.form == 'ratio' else minus)(rows, row.a, row.b, row.value)
+        else:
+            here = spread(rows, row.value, row.form)
+        here = f'{row.name}: ' * bool(row.name) + here + '†' * (seeds(rows) == '1')
+        if row.direction:
+            here += f', **{tests.verdict[row.Index]}** (p = {tests.p_holm[row.Index]:.1g})'
+        found.setdefault(row.what, []).append([here, seeds(rows), row.paper])
+    return pd.DataFrame([[what, *(', '.join(dict.fromkeys(filter(None, column))) for column in zip(*cells))]
+                         for what, cells in found.items()], columns=['what', 'here', 'seeds', 'the paper'])
 
 
 # ---- tests ----
@@ -126,40 +142,20 @@ def holm(p_values: pd.Series) -> pd.Series:
     return (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1)[p_values.index]
 
 
-def smallest_effect(sd: float, seeds: int, alpha: float, power: float = 0.8) -> float:
-    """Return the effect that a two-sided paired t-test at level alpha finds with this power."""
-    critical = stats.t.ppf(1 - alpha / 2, seeds - 1)
-    return sd / seeds ** 0.5 * optimize.brentq(lambda shift: stats.nct.sf(critical, seeds - 1, shift) - power, 0, 1000)
-
-
 def tested(folder: str) -> pd.DataFrame:
-    """Return the tests of a paper with difference, interval, p-values and verdict.
+    """Return the tests among a paper's quantities, with p-values and verdict.
 
     Each is a two-sided t-test of a minus b by seed, from the margin by which a may be worse.
     """
-    rows = pd.read_csv(ROOT / folder / 'tests.csv').fillna({'margin': 0})
-    found = []
+    rows = read_quantities(folder).query('direction != ""').assign(mean=0.0, p=1.0)
+    rows['margin'] = pd.to_numeric(rows.margin).fillna(0)
     for row in rows.itertuples():
-        values = by_seed(trial(folder, row.trial), row.value)
-        gaps, sign = (values[row.a] - values[row.b]).dropna(), {'lower': 1, 'higher': -1}[row.direction]
-        found.append({**interval(gaps), 'sd': gaps.std(), 'p': stats.ttest_1samp(sign * gaps - row.margin, 0).pvalue,
-                      'agrees': sign * gaps.mean() < row.margin,
-                      'smallest': smallest_effect(gaps.std(), len(gaps), ALPHA / len(rows))})
-    rows = rows.join(pd.DataFrame(found))
-    rows['p_holm'] = holm(rows.p)
-    rows['verdict'] = np.select([rows.p_holm >= ALPHA, rows.agrees & (rows.margin > 0), rows.agrees],
+        values = {'lower': 1, 'higher': -1}[row.direction] * gaps(measured(folder, row), row.a, row.b, row.value)
+        rows.loc[row.Index, ['mean', 'p']] = values.mean(), stats.ttest_1samp(values - row.margin, 0).pvalue
+    rows['p_holm'], agrees = holm(rows.p), rows['mean'] < rows.margin
+    rows['verdict'] = np.select([rows.p_holm >= ALPHA, agrees & (rows.margin > 0), agrees],
                                 ['not seen at this size', 'within the margin', 'same direction'], 'opposite direction')
     return rows
-
-
-def tests() -> pd.DataFrame:
-    """Return the tests of all papers."""
-    rows = pd.concat(map(tested, PAPERS))
-    return pd.DataFrame({
-        'test': rows.test, 'difference': rows['mean'].map('{:+.4f}'.format),
-        '95%': rows.low.map('{:+.4f}'.format) + ' to ' + rows.high.map('{:+.4f}'.format),
-        'sd': rows.sd.map('{:.4f}'.format), 'smallest': rows.smallest.map('{:.4f}'.format),
-        'p (Holm)': rows.p_holm.map('{:.2g}'.format), 'verdict': rows.verdict, 'the paper': rows.paper.fillna('')})
 
 
 # ---- figures ----

@@ -40,9 +40,9 @@ def test_a_changed_row_turns_the_check_red(folder, trial, label, monkeypatch, ca
 
 def test_a_mark_without_its_end_is_a_sentence():
     with pytest.raises(UserError, match='page.md: marks .* in pairs'):
-        results.filled('<!--= tests() -->\n| a |\n', 'page.md')
+        results.filled('<!--= quantities() -->\n| a |\n', 'page.md')
     with pytest.raises(UserError, match='alone on their lines'):
-        results.filled('A loss of <!--= tests() -->1.0<!--/-->.', 'page.md')
+        results.filled('A loss of <!--= quantities() -->1.0<!--/-->.', 'page.md')
 
 
 @pytest.mark.parametrize('folder', FOLDERS)
@@ -57,37 +57,48 @@ def test_rows_are_runs_or_say_what_is_left_of_them(folder):
     assert {re.sub(r'(A5), .*', r'\1, 1 to 12 elements', name) for name in rows.trial.unique()} <= listed
 
 
-def test_papers_numbers_beside_ours_follow_from_their_tables():
-    def perplexity(folder):
-        return pd.read_csv(ROOT / folder / 'paper.csv').set_index('name')['validation perplexity']
+def test_papers_losses_beside_ours_follow_from_their_tables():
+    def losses(paper):
+        rows = pd.read_csv(ROOT / f'papers/{paper}/paper.csv').set_index('name')
+        return rows['validation loss'] if paper == 'sps' else np.log(rows['validation perplexity'])
 
-    def shown(folder):
-        rows = pd.read_csv(ROOT / folder / 'quantities.csv')
-        return {row.name: float(row.paper) for row in rows[rows.b.notna()].itertuples()}
-    gpn, nextlat = perplexity('papers/gpn'), perplexity('papers/nextlat')
-    for ours, others, of_paper in (
-            (gpn['GPN+M, 1 layer'], {'GDN': gpn['Gated DeltaNet'], 'Transformer': gpn['Transformer++'],
-                                     'GPN': gpn['GPN, no memory']}, shown('papers/gpn')),
-            (nextlat['NextLat (d = 1)'], {'GPT': nextlat['GPT'], 'MTP': nextlat['MTP (d = 1)']},
-             shown('papers/nextlat'))):
-        assert {name: round(math.log(ours / other) / 4, 3) for name, other in others.items()} == of_paper
+    def shown(paper, what):
+        rows = results.read_quantities(f'papers/{paper}')
+        cells = rows[rows.what.str.contains(what, regex=False) & (rows.value == 'loss')].paper
+        return [float(number) for number in re.findall(r'[-+]0\.\d{3}', ' '.join(cells))]
+    others = 'Transformer++', 'Gated DeltaNet', 'GPN, no memory'
+    for paper, what, pairs in (
+            ('sps', 'SPS minus Standard (f)', [(f'SPS {size}', f'Standard {size}') for size in ('XS', 'XL')]),
+            ('sps', 'SPS minus 2x Memory', [(f'SPS {size}', f'2x Memory {size}') for size in ('XS', 'L')]),
+            ('nextlat', 'AdamW', [(f'{name} (d = 1)', 'GPT') for name in ('NextLat', 'MTP', 'JTP')]),
+            ('gpn', 'GPN+M', [('GPN+M, 1 layer', name) for name in others])):
+        of_paper = losses(paper)
+        per_byte = [(of_paper[a] - of_paper[b]) / 4 for a, b in pairs]  # with 4 bytes a sub-word
+        assert shown(paper, what) == pytest.approx(per_byte, abs=5.1e-4)
+    assert shown('context_ready', 'D = 2 minus N = 2 (h)') == [round(math.log(143.57 / 158.83) / 4, 3)]
 
 
 # ---- statistics ----
 
-def test_tests_equal_textbook_formulas(tmp_path, monkeypatch):
+def write_quantity(folder, direction, margin):
+    (folder / 'quantities.csv').write_text(
+        'what,name,trial,a,b,value,form,millions,direction,margin,paper\n'
+        f'W,N,x,a,b,loss,,,{direction},{margin},P\n')
+
+
+def test_tests_equal_textbook_formulas(tmp_path):
     a, b = (1.0, 1.01, 0.99), (0.8, 1.3, 1.1)
     pd.DataFrame([{'trial': 'x', 'label': label, 'seed': seed, 'kind': '', 'loss': x}
                   for label, numbers in (('a', a), ('b', b)) for seed, x in enumerate(numbers)]
                  ).to_csv(tmp_path / 'runs.csv')
-    (tmp_path / 'tests.csv').write_text('test,trial,a,b,value,direction,margin\nT,x,a,b,loss,higher,0.1\n')
+    write_quantity(tmp_path, 'higher', 0.1)
     row = results.tested(tmp_path).iloc[0]  # ROOT / an absolute path is that path
     gaps = [x - y for x, y in zip(a, b)]
     mean, error = statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(3)
-    assert (row['mean'], row.low, row.high) == pytest.approx((mean, mean - 4.302653 * error, mean + 4.302653 * error))
-    assert (row.sd, row.p) == pytest.approx((statistics.stdev(gaps), 2 * student.sf(abs(mean + 0.1) / error, 2)))
-    assert row.smallest == pytest.approx(results.smallest_effect(row.sd, 3, 0.05)) and row.p_holm == row.p
-    assert row.verdict == 'not seen at this size'
+    assert row.p == pytest.approx(2 * student.sf(abs(mean + 0.1) / error, 2)) and row.p_holm == row.p
+    low, high = mean - 4.302653 * error, mean + 4.302653 * error
+    assert results.quantities(tmp_path).to_numpy().tolist() == [
+        ['W', f'N: {mean:+.3f} ({low:+.3f} to {high:+.3f}), **not seen at this size** (p = {row.p:.1g})', '3', 'P']]
 
 
 @pytest.mark.parametrize('direction, shift, margin, verdict', [
@@ -98,15 +109,18 @@ def test_a_verdict_needs_the_direction_of_the_claim(direction, shift, margin, ve
     (tmp_path / 'runs.csv').write_text('trial,label,seed,kind,loss\n' + ''.join(
         f'x,{label},{seed},,{2 + seed / 10 + (shift + seed / 100) * (label == "a")}\n'
         for label in 'ab' for seed in range(5)))
-    (tmp_path / 'tests.csv').write_text(f'test,trial,a,b,value,direction,margin\nT,x,a,b,loss,{direction},{margin}\n')
+    write_quantity(tmp_path, direction, margin)
     assert results.tested(tmp_path).verdict.iloc[0] == verdict
 
 
-def test_the_smallest_effect_is_found_with_its_power():
-    effect = results.smallest_effect(sd=2.0, seeds=5, alpha=0.05)
-    draws = np.random.default_rng(0).normal(effect, 2.0, (100_000, 5))
-    t = draws.mean(1) / (draws.std(1, ddof=1) / 5 ** 0.5)
-    assert (abs(t) > student.ppf(0.975, 4)).mean() == pytest.approx(0.8, abs=0.005)
+def test_a_value_of_one_seed_is_marked_and_a_curve_is_read_where_asked(tmp_path):
+    (tmp_path / 'runs.csv').write_text('trial,label,seed,kind,tokens,loss\n' + ''.join(
+        f'x,{label},1,minus b,{tokens},{loss}\n' for label, ends in (('a', (0.3, 0.1)), ('b', (0.0, 0.0)))
+        for tokens, loss in zip((1_000_000, 2_000_000), ends)))
+    (tmp_path / 'quantities.csv').write_text(
+        'what,name,trial,a,b,value,form,millions,direction,margin,paper\n'
+        'W,1M,x,a,b,loss,,1,,,\nW,2M,x,a,b,loss,,,,,\n')
+    assert results.quantities(tmp_path).to_numpy().tolist() == [['W', '1M: +0.300†, 2M: +0.100†', '1', '']]
 
 
 def test_holm_correction_equals_hand_computed_values():
@@ -117,4 +131,4 @@ def test_holm_correction_equals_hand_computed_values():
 
 def test_seeds_of_rows_whose_runs_are_lost_are_those_stated():
     seeds = [results.seeds(pd.DataFrame({'kind': [kind], 'seed': [7]})) for kind in ('', 'mean of 5', 'minus GPT')]
-    assert seeds == ['1', '5', '']
+    assert seeds == ['1', '5', '1']

@@ -37,7 +37,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
-                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
+                          rope_table, rotate)
 
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed
@@ -64,7 +65,7 @@ class Config:
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
-    attention: Literal['auto', 'triton'] = 'auto'  # triton: this repository's Triton kernels (GPU only)
+    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU; flex: FlexAttention, triton: scans/attention.py
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -126,13 +127,18 @@ class Block(nn.Module):
         return h + self.ffn_out(F.silu(gate) * up)
 
 
-def triton_kernels():
-    """Return scans/attention.py, loaded where it is used."""
-    try:
-        from scans import attention
-    except ImportError:
-        raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
-    return attention
+@outside_graphs
+def attention_mask(model, T, device, *args):
+    """Return the mask of `make_mask`, or one for the Triton kernels: see Config.attention."""
+    choice, mask = model.config.attention, None
+    if choice == 'triton' or choice == 'auto' and device.type == 'cuda':
+        try:
+            from scans import attention as triton_kernels  # loaded where they may run
+            mask = triton_kernels.make_mask(model, T, device, *args)
+        except ImportError:
+            if choice == 'triton':
+                raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
+    return mask or make_mask(model, T, device, *args)
 
 
 class Model(nn.Module):
@@ -143,7 +149,7 @@ class Model(nn.Module):
         windows = [config.persistent_window if stream in persistent else config.window for stream in BOTH]
         self.w_x, self.w_rho = (2 ** 30 if w is None else w for w in windows)  # how far back queries see each stream
         if config.attention == 'triton':
-            triton_kernels().check(self)
+            attention_mask(self, 1, torch.device('meta'))  # an error if they do not implement it
         self.n_x_layers = config.n_layer - (config.predict_layers or config.n_layer)  # bottom layers with x alone
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # E; row n_ids is <predict>
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -203,13 +209,7 @@ class Model(nn.Module):
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device).repeat(2), c.head_size, c.rope_theta, c.rope_scaling)
         doc_start = document_starts(idx, c.eos_id)
-        masks = {}
-        for keys, queries in self.stream_pairs():
-            if c.attention == 'triton':
-                reaches = [self.w_x, self.w_rho][:len(keys)]
-                masks[keys, queries] = triton_kernels().make_mask(T, idx.device, doc_start, reaches, queries[0])
-            else:
-                masks[keys, queries] = make_mask(self, T, idx.device, doc_start, keys, queries)
+        masks = {pair: attention_mask(self, T, idx.device, doc_start, *pair) for pair in self.stream_pairs()}
         return self._run_blocks(idx, rope, masks)
 
     def forward(self, idx, targets):

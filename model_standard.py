@@ -18,7 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpointed, chunked_loss, counted_targets,
-                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, rope_table, rotate)
+                          document_starts, make_mask, mask_padding, mean_keys, n_matrix_weights, outside_graphs,
+                          rope_table, rotate)
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Config:
     n_embd: int = 768  # width of the residual stream, C
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
     window: int | None = None  # past positions that a query sees besides its own; None: all
-    attention: Literal['auto', 'triton'] = 'auto'  # triton: this repository's Triton kernels (GPU only)
+    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU; flex: FlexAttention, triton: scans/attention.py
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -84,13 +85,18 @@ class Block(nn.Module):
         return h + self.ffn_out(F.silu(gate) * up)
 
 
-def triton_kernels():
-    """Return scans/attention.py, loaded where it is used."""
-    try:
-        from scans import attention
-    except ImportError:
-        raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
-    return attention
+@outside_graphs
+def attention_mask(model, T, device, *args):
+    """Return the mask of `make_mask`, or one for the Triton kernels: see Config.attention."""
+    choice, mask = model.config.attention, None
+    if choice == 'triton' or choice == 'auto' and device.type == 'cuda':
+        try:
+            from scans import attention as triton_kernels  # loaded where they may run
+            mask = triton_kernels.make_mask(model, T, device, *args)
+        except ImportError:
+            if choice == 'triton':
+                raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
+    return mask or make_mask(model, T, device, *args)
 
 
 class Model(nn.Module):
@@ -99,7 +105,7 @@ class Model(nn.Module):
         self.config = config
         self.reach = 2 ** 30 if config.window is None else config.window  # past positions that a query sees
         if config.attention == 'triton':
-            triton_kernels().check(self)
+            attention_mask(self, 1, torch.device('meta'))  # an error if they do not implement it
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -132,11 +138,7 @@ class Model(nn.Module):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
         c, T = self.config, idx.shape[1]
         rope = rope_table(torch.arange(T, device=idx.device), c.head_size, c.rope_theta, c.rope_scaling)
-        doc_start = document_starts(idx, c.eos_id)
-        if c.attention == 'triton':
-            mask = triton_kernels().make_mask(T, idx.device, doc_start, [self.reach])
-        else:
-            mask = make_mask(self, T, idx.device, doc_start)
+        mask = attention_mask(self, T, idx.device, document_starts(idx, c.eos_id))
         return self._run_blocks(idx, rope, mask)
 
     def forward(self, idx, targets):

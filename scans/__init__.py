@@ -54,6 +54,7 @@ def pinned(model, fast):
     return None
 
 
+@functools.cache
 def digest(*objects):
     """Return a fingerprint of code: objects or text. It ignores comments, docstrings and layout."""
     return hashlib.sha256('\n'.join(map(_code, objects)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Triton kernels for the attention of model_standard.py and model_sps.py: --attention=triton.
+"""Triton kernels for the attention of model_standard.py and model_sps.py, unless it was edited.
 
 They implement the patterns of PINS. A query sees one contiguous range of each stream's keys:
 
@@ -20,9 +20,12 @@ import functools
 
 import torch
 
-from . import constexpr, digest, jit, kernels_on_cpu, tl, triton
+from . import constexpr, digest, jit, kernels_on_cpu, tl, triton, warn_once
 
-PINS = {'f3133ca0f9eace0d', '40b5558e8197241b'}  # digests of `sees` in model_standard.py and model_sps.py
+PINS = {  # digest of `sees`: what it reads of its model, the reach of each stream of keys
+    'f3133ca0f9eace0d': ('reach',),  # model_standard.py
+    '40b5558e8197241b': ('w_x', 'w_rho'),  # model_sps.py
+}
 TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a tile}; no spills on an H100
     (32, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
     (64, 16): {'out': (128, 64, 8, 3), 'dq': (128, 64, 8, 3), 'dk, dv': (64, 128, 8, 2)},
@@ -33,22 +36,51 @@ TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a til
 }
 
 
-def check(model):
-    """Raise ValueError unless the kernels implement the attention of this model."""
-    sees, head_size = model.sees, model.config.head_size
-    if head_size not in (32, 64, 128):
-        raise ValueError(f'Triton kernels support head sizes 32, 64 and 128, not {head_size}: use --attention=auto')
-    if isinstance(sees, list) or hasattr(model, 'score_bias') or digest(sees) not in PINS:
-        name = type(model).__module__.rpartition('.')[2]
-        raise ValueError(f'the attention of {name} has been edited, and the Triton kernels do not implement the edit: '
-                         'use --attention=auto')
+def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
+    """Return a mask for `attention`, a function (q, k, v) -> out. None: attn_kernels makes one.
 
-
-def make_mask(T, device, doc_start, reaches, first=0):
-    """Return a mask for `attention`: a function (q, k, v) -> out. See `triton_attention`."""
-    if triton is None or device.type == 'cpu' and not kernels_on_cpu():
+    The arguments are those of attn_kernels.make_mask. With attention = 'triton', raises ValueError
+    if the kernels cannot run.
+    """
+    D, reaches, queries = model.config.head_size, reaches_of(model), queries or keys
+    if model.config.attention == 'auto':
+        if not is_chosen(model, T, doc_start, keys, queries, torch.cuda.get_device_properties(device)):
+            return None
+    elif (D, 16) not in TILES:
+        raise ValueError(f'Triton kernels support head sizes 32, 64 and 128, not {D}: use --attention=auto')
+    elif reaches is None:
+        raise ValueError(f'the attention of {_name(model)} has been edited, and the Triton kernels do not implement '
+                         'the edit: use --attention=auto')
+    elif triton is None or device.type == 'cpu' and not kernels_on_cpu():
         raise ValueError('attention = triton needs a GPU and the package triton: use --attention=auto')
-    return functools.partial(triton_attention, doc_start=doc_start, reaches=reaches, T=T, first=first)
+    return functools.partial(triton_attention, doc_start=doc_start, reaches=reaches[:len(keys)], T=T, first=queries[0])
+
+
+def is_chosen(model, T, doc_start, keys, queries, gpu):
+    """Return True if attention = 'auto' takes the kernels. gpu: properties of the device."""
+    D, reaches = model.config.head_size, reaches_of(model)
+    is_causal = doc_start is None and keys == queries == (0,) and (reaches is None or reaches[0] >= T - 1)
+    if triton is None or is_causal or (D, 8 * model.embed.weight.itemsize) not in TILES:  # causal: cuDNN is faster
+        return False
+    rows, columns, _, stages = TILES[D, 16]['dq']  # shares most: q and grad, and k and v in each stage
+    fits = 2 * (rows + stages * columns) * D * 2 <= gpu.shared_memory_per_block_optin
+    if fits and reaches is None:
+        warn_once(f'the attention of {_name(model)} was edited, so FlexAttention runs it, without scans/attention.py')
+    return fits and reaches is not None
+
+
+def reaches_of(model):
+    """Return how many past positions a query sees of each stream. None if `sees` was edited."""
+    try:
+        names = PINS[digest(model.sees.__func__)]
+    except Exception:  # another text or none, or a list
+        return None
+    reaches = [getattr(model.sees.__self__, name) for name in names]
+    return None if hasattr(model, 'score_bias') or any(not isinstance(x, int) for x in reaches) else reaches
+
+
+def _name(model):
+    return type(model.config).__module__.rpartition('.')[2]  # FSDP changes the class of the model
 
 
 @jit

@@ -1,5 +1,7 @@
 """Triton attention kernels: interpreted (or on a GPU) against float64, and compiled for an H100."""
 import os
+import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,6 +11,7 @@ from kernel_resources import STREAMS, VARIANTS
 from references import assert_close, dense_attention, dense_mask, gradients, loss_and_gradients, some_tokens
 from variants import make_model
 
+import attn_kernels
 import model_sps
 import scans
 from lm_architectures.run import models
@@ -92,40 +95,92 @@ def test_the_operator_passes_opcheck(kernels_device):
     ('sps', dict(method='reverse_sps', window=0, eos_id=None))])
 def test_models_give_the_same_losses_and_gradients_with_the_kernels(name, values, kernels_device):
     found, idx = [], some_tokens(2, 40).to(kernels_device)
-    for attention in ('auto', 'triton'):
+    for attention in ('flex', 'triton'):
         model = make_model(name, dict(n_layer=2, n_embd=64, eos_id=59, attention=attention) | values, kernels_device)
         found.append(loss_and_gradients(model(idx, idx.roll(-1, 1))['loss'], model))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def small(file, head_size=64, **values):
+    sizes = dict(n_layer=2, n_head=2, n_embd=2 * head_size, vocab_size=64, n_ids=60)
+    return file.Model(file.Config(**sizes | values))
+
+
+EDITS = [('sees', lambda self, q, k: (k.pos <= q.pos) & (k.pos % 2 == 0)), ('score_bias', lambda self, q, k, head: 0),
+         ('sees', property(lambda self: [self.forward] * 2))]
+
+
 @pytest.mark.parametrize('name', ['standard', 'sps'])
 def test_kernels_reject_what_they_do_not_implement(name, monkeypatch):
-    module, cpu = models.model_file(name), torch.device('cpu')
-
-    def make(head_size=64):
-        values = dict(n_layer=1, n_head=2, n_embd=2 * head_size, vocab_size=64, n_ids=60)
-        return module.Model(module.Config(**values, attention='triton'))
+    file, cpu = models.model_file(name), torch.device('cpu')
     monkeypatch.setattr(scans, 'KERNELS_ON_CPU', True)
-    make()
-    K.make_mask(8, cpu, None, [3])
+    model = small(file, attention='triton')
+    K.make_mask(model, 8, cpu)
     with pytest.raises(ValueError, match='head sizes .* not 48.*--attention=auto'):
-        make(48)
-    monkeypatch.setattr(module.Model, 'score_bias', lambda self, q, k, head: 0, raising=False)
-    with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
-        make()
-    monkeypatch.delattr(module.Model, 'score_bias')
-    sees = module.Model.sees
-    for edit in (lambda self, q, k: sees(self, q, k) & (k.pos % 2 == 0), property(lambda self: [self.forward])):
-        monkeypatch.setattr(module.Model, 'sees', edit)
-        with pytest.raises(ValueError, match='has been edited.*--attention=auto'):
-            make()
+        small(file, 48, attention='triton')
+    for edit in EDITS:
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match='has been edited.*--attention=auto'):
+            patch.setattr(file.Model, *edit, raising=False)
+            small(file, attention='triton')
     monkeypatch.setattr(scans, 'KERNELS_ON_CPU', False)
     with pytest.raises(ValueError, match='needs a GPU.*--attention=auto'):
-        K.make_mask(8, cpu, None, [3])
+        K.make_mask(model, 8, cpu)
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Return a function: what runs each of a model's stream pairs, T (Triton) or P (PyTorch)."""
+    def run(model, documents=True, T=100, shared=232448, device='cuda'):
+        file, gpu = sys.modules[type(model).__module__], SimpleNamespace(shared_memory_per_block_optin=shared)
+        monkeypatch.setattr(file, 'make_mask', lambda *args: 'PyTorch')
+        monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: gpu)
+        doc_start = torch.zeros(1, T, dtype=torch.int64) if documents else None
+        masks = [file.attention_mask(model, T, torch.device(device), doc_start, *pair)
+                 for pair in (model.stream_pairs() if hasattr(model, 'stream_pairs') else [()])]
+        return ''.join('P' if mask == 'PyTorch' else 'T' for mask in masks)
+    return run
+
+
+@pytest.mark.parametrize('name, values, options, want', [
+    ('sps', {}, {}, 'TT'), ('sps', {}, dict(documents=False), 'TT'),
+    ('sps', dict(predict_layers=1), {}, 'TT'), ('sps', dict(predict_layers=1), dict(documents=False), 'PT'),  # causal x
+    ('standard', {}, {}, 'T'), ('standard', dict(head_size=32), {}, 'T'), ('standard', dict(head_size=96), {}, 'P'),
+    ('standard', {}, dict(documents=False), 'P'), ('standard', dict(window=99), dict(documents=False), 'P'),
+    ('standard', dict(window=98), dict(documents=False), 'T'), ('standard', {}, dict(device='cpu'), 'P'),
+    ('standard', {}, dict(shared=101376), 'T'), ('standard', dict(head_size=128), {}, 'T'),
+    ('standard', dict(head_size=128), dict(shared=101376), 'P'), ('sps', dict(attention='flex'), {}, 'PP')])
+def test_auto_takes_the_kernels_for_documents_windows_and_streams(name, values, options, want, choose, capsys):
+    model = small(models.model_file(name), **values)
+    if want == 'P' and options == dict(documents=False):
+        with torch.no_grad():
+            assert attn_kernels.make_mask(model, 100, 'cpu').kind == 'causal'
+    assert choose(model, **options) == want and capsys.readouterr().err == ''
+    assert [choose(model.to(dtype), **options) for dtype in TOLERANCE] == [want] * 3
+    assert set(choose(model.double(), **options)) == {'P'}
+
+
+@pytest.mark.parametrize('name', ['standard', 'sps'])
+def test_auto_takes_flex_attention_for_an_edit_and_says_so_once(name, choose, import_edited, monkeypatch, capsys):
+    file = import_edited(name, lambda source: source)  # a copy under another name
+    model = small(file)
+    assert set(choose(model)) == {'T'} and capsys.readouterr().err == ''
+    said = 'the attention of model_edited was edited, so FlexAttention runs it, without scans/attention.py\n'
+    for edit in EDITS:
+        scans.warn_once.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(file.Model, *edit, raising=False)
+            assert [{*choose(model)} for _ in range(2)] == [{'P'}] * 2 and capsys.readouterr().err == said
+    model.reach = model.w_rho = torch.tensor(3)  # the kernels read numbers
+    assert set(choose(model)) == {'P'}
+    monkeypatch.setitem(sys.modules, 'scans.attention', None)
+    monkeypatch.delattr(scans, 'attention')
+    assert set(choose(model)) == {'P'} and capsys.readouterr().err == ''
+    with pytest.raises(ValueError, match='needs the folder scans/'):
+        small(file, attention='triton')
 
 
 @pytest.mark.parametrize('kernels, n_kernels, n_rows', [('attention', 3, 3 * len(VARIANTS)), ('delta', 2, 3)])
-def test_kernels_compile_for_an_h100_and_spill_nothing(kernels, n_kernels, n_rows):
+def test_kernels_compile_for_an_h100_and_spill_nothing(kernels, n_kernels, n_rows, choose):
     """They fit in shared memory, and attention in 16 bits uses warp-group products (wgmma)."""
     environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
     result = run_subprocess('tests/scans/kernel_resources.py', kernels, env=environment)
@@ -136,3 +191,6 @@ def test_kernels_compile_for_an_h100_and_spill_nothing(kernels, n_kernels, n_row
         stack, shared, wgmma = map(int, row[-3:])
         assert stack == 0 and shared <= 232448, row
         assert kernels == 'delta' or 'float32' in row[1] or wgmma > 0, row
+    for D in (32, 64, 128) if kernels == 'attention' else ():  # auto knows how much they share
+        most = max(int(row[-2]) for row in rows if int(row[3]) == D)
+        assert [choose(small(model_sps, D), shared=n) for n in (most, most - 1)] == ['TT', 'PP']

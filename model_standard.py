@@ -34,7 +34,7 @@ class Config:
     n_embd: int = 768  # width of the residual stream, C
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
     window: int | None = None  # past positions that a query sees besides its own; None: all
-    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU; flex: FlexAttention, triton: scans/attention.py
+    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU. auto: Triton for an unedited `sees`, else flex
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights

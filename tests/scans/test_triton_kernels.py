@@ -147,8 +147,9 @@ def choose(monkeypatch):
     ('standard', {}, {}, 'T'), ('standard', dict(head_size=32), {}, 'T'), ('standard', dict(head_size=96), {}, 'P'),
     ('standard', {}, dict(documents=False), 'P'), ('standard', dict(window=99), dict(documents=False), 'P'),
     ('standard', dict(window=98), dict(documents=False), 'T'), ('standard', {}, dict(device='cpu'), 'P'),
+    ('sps', {}, dict(device='cpu'), 'PP'), ('sps', dict(attention='flex'), {}, 'PP'),
     ('standard', {}, dict(shared=101376), 'T'), ('standard', dict(head_size=128), {}, 'T'),
-    ('standard', dict(head_size=128), dict(shared=101376), 'P'), ('sps', dict(attention='flex'), {}, 'PP')])
+    ('standard', dict(head_size=128), dict(shared=101376), 'P')])
 def test_auto_takes_the_kernels_for_documents_windows_and_streams(name, values, options, want, choose, capsys):
     model = small(models.model_file(name), **values)
     if want == 'P' and options == dict(documents=False):

@@ -1,9 +1,11 @@
 # NextLat paper: Manhattan taxi rides (table of hyperparameters), on the map of
-# github.com/keyonvafa/world-model-evaluation (MIT license); docs/tasks.md has the commands.
+# github.com/keyonvafa/world-model-evaluation (MIT license).
 # Baselines: --objective=ntp; --model=mtp and --model=jtp, with lambda_mtp swept over 0.1 ... 1.
 model = 'nextlat'
-data = 'manhattan:edges=data/built/manhattan/edges.json'
-make_data = f'see docs/tasks.md for the map in {data}'
+data = 'manhattan:edges=data/built/manhattan.pkl'
+make_data = ('curl -L --create-dirs -o data/built/manhattan.pkl https://raw.githubusercontent.com/keyonvafa/'
+             'world-model-evaluation/main/mapping/sequences/random/node_and_direction_to_neighbor.pkl '
+             f'# {data}')
 assumed_ids = 4588  # 4,579 places as in Vafa et al.'s file (paper: 4,580), 8 directions, end token
 horizon = 8
 lambda_kl = 0.1

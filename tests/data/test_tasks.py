@@ -1,6 +1,7 @@
 """Synthetic tasks: rows against independent solvers, reproducible batches, and exact scores."""
 import contextlib
 import json
+import pickle
 import re
 from collections import Counter
 from functools import reduce
@@ -15,6 +16,7 @@ from lm_architectures.data import generated, open_data, tasks
 from lm_architectures.data.__main__ import main as print_row
 from lm_architectures.data.generated import make_task
 from lm_architectures.data.tasks import a5
+from lm_architectures.data.tasks.manhattan import read_edges
 from lm_architectures.data.text.tokenizers import load_tokenizer
 from lm_architectures.files import MissingData, UserError
 from lm_architectures.run import models, records
@@ -297,6 +299,14 @@ def test_a_malformed_city_file_gives_a_clear_error(text, city, tmp_path):
     (tmp_path / 'city.json').write_text(text)
     with pytest.raises(UserError, match='city.json is not a city'):
         open_data('manhattan:edges=city.json')
+
+
+def test_a_city_is_read_from_a_pickle_without_running_its_code(tmp_path):
+    (tmp_path / 'city.pkl').write_bytes(pickle.dumps({(a, turn): b for a, turn, b in CITY}))
+    assert read_edges(f'{tmp_path}/city.pkl') == [(str(a), turn, str(b)) for a, turn, b in CITY]
+    (tmp_path / 'city.pkl').write_bytes(pickle.dumps(tmp_path))
+    with pytest.raises(UserError, match='which is not plain data'):
+        read_edges(f'{tmp_path}/city.pkl')
 
 
 # ---- scores ----

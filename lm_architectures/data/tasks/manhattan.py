@@ -9,9 +9,11 @@ and destination do not count, because they cannot be predicted. Walks have 1 to 
 (inferred from the paper's counts of walks and tokens). About one in twenty pairs of start and
 destination is in no row; the score `valid` tests paths between these.
 
-docs/tasks.md describes a city's file, and how to get the paper's Manhattan.
+A city's file is JSON, {"edges": [[node, direction, neighbor], ...]}, or the authors' pickle of the
+paper's Manhattan, {(node, direction): neighbor}; config/nextlat/manhattan.py says where to get it.
 """
 import json
+import pickle
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +29,7 @@ from lm_architectures.settings import check_ranges
 
 @dataclass
 class Task:
-    edges: str | None = None  # JSON file of a city; None: a generated grid
+    edges: str | None = None  # file of a city, .json or .pkl; None: a generated grid
     grid: int = 10  # streets each way of the generated grid, in alternating directions; must be even
     steps: int = 100  # maximum steps per walk
     length: int = 256  # inputs per row, T
@@ -153,16 +155,27 @@ def one_way_grid(n: int) -> list[tuple[str, str, str]]:
     return edges
 
 
+class PlainValues(pickle.Unpickler):
+    """Reads plain data only: other pickles can run their author's code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f'the file contains {module}.{name}, which is not plain data')
+
+
 def read_edges(path: str) -> list[tuple[str, str, str]]:
-    """Return the edges of a city from a JSON file, as text. UserError if it is malformed."""
+    """Return the edges of a city from its file, as text. UserError if it is malformed."""
     try:
-        with open(path, encoding='utf-8') as file:
-            edges = [(str(a), str(direction), str(b)) for a, direction, b in json.load(file)['edges']]
+        with open(path, 'rb') as file:
+            if path.endswith('.pkl'):
+                edges = [(*street, neighbor) for street, neighbor in PlainValues(file).load().items()]
+            else:
+                edges = json.load(file)['edges']
+        edges = [(str(a), str(direction), str(b)) for a, direction, b in edges]
         nodes, directions = {node for a, _, b in edges for node in (a, b)}, {direction for _, direction, _ in edges}
         if (not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions)
                 or len({(a, direction) for a, direction, _ in edges}) < len(edges)):
             raise ValueError('a word is missing or misplaced, or two edges leave a node in the same direction')
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pickle.UnpicklingError) as error:
         kind = MissingData if isinstance(error, FileNotFoundError) else UserError
         raise kind(f'edges = {path} is not a city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
                    'direction, neighbor], ...]}, words or numbers; leave out edges for a grid')

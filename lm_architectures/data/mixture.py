@@ -16,7 +16,14 @@ BLOCK = 1000  # rows in which each source has its share
 
 
 class Mixture:
-    """Rows of several texts, with the members that docs/data.md lists.
+    """Rows of several texts, with the members that any data object needs.
+
+    train_batch, val_batch, n_rows, verify; tokenizer, n_ids, eos_id, bos; folder (its name), sha256
+    example(T, n)   a prompt, and how many tokens to generate after it, at most n
+    sources         {name: (share, data)}; other data is its only source, {name: (1.0, self)}, and
+                    has splits = {'train': {'tokens', 'documents', 'bytes'}, 'val': ...}
+    T               None, or the length of a task's rows, which score(model, device, batch_size)
+                    scores: {name: score}
 
     Each row is from one source. Every block of rows has the sources in their shares, in an order of
     its own. Each source has its own order and epochs.
@@ -55,7 +62,7 @@ class Mixture:
         return sum(data.n_rows(split, T) for data in self.datas)
 
     def train_batch(self, step: int, batch_size: int, T: int, seed: int, part=slice(None)) -> tuple:
-        """Return idx, targets (part of batch_size, T) int64, a pure function of the arguments."""
+        """Return idx, targets (n, T) int64, a pure function of the arguments. -1 does not count."""
         numbers = np.arange(step * batch_size, (step + 1) * batch_size)[part]
         return self._batch(numbers, seed, lambda data, n: data.train_batch(n, 1, T, seed))
 

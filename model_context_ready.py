@@ -177,12 +177,6 @@ class LlamaBlock(Block):
         return self.ffn_out(F.silu(gate) * up)
 
 
-def predicted_change(changes, k):
-    """Return the change of z in unroll k at the mean rate so far. changes: of unrolls 2, 3, ..."""
-    mean_rate = min(1, changes[-1] / changes[0]) ** (1 / (len(changes) - 1))
-    return changes[0] * mean_rate ** (k - 2)
-
-
 class Past(dict):
     """Keys and values of past positions, by layer: a growing cache that gradients flow through."""
 
@@ -259,7 +253,6 @@ class Model(nn.Module):
         mask = make_mask(self, T, device, doc_start) if mask is None else mask
         return e, torch.zeros_like(e[:, :1]), starts, rope, mask
 
-    @torch.compiler.disable(recursive=False)  # K varies, so the compiler gets one unroll at a time
     def unrolls(self, idx, K):
         """Return [z^(1), ..., z^(K)], each (B, T, C), for sequences idx (B, T)."""
         inputs, zs = self.prepare(idx), [None]
@@ -282,35 +275,36 @@ class Model(nn.Module):
             last_z, z = z, self.unroll(z, *inputs)
             relative = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
             changes.append(relative.masked_fill(~corrects, 0).max().item())
-            *before, change = changes
+            *before, change = changes  # of unrolls 2 ... k
             if change <= self.config.prefill_tol or before and before[-1] <= change < rounding:
                 break
-            if limit and k > 3 and predicted_change(changes, limit) > rounding:
-                return None, k
+            if limit and k > 3:
+                rate = min(1, change / changes[0]) ** (1 / (k - 2))  # mean factor from one change to the next
+                if changes[0] * rate ** (limit - 2) > rounding:
+                    return None, k
         return z, k
 
     @outside_graphs  # the compiler would unroll all positions
     def stream(self, idx):
         """Run algorithm 1 with gradients, checkpointed in segments. idx: (B, T) -> z (B, T, C)."""
+        def segment(start, z, past):  # z, past: before the segment -> its list of z, and past after it
+            zs, past = [], Past(past)  # a copy, because the backward pass runs this again
+            for t in range(start, min(start + self.config.segment_len, T)):
+                at, mask = slice(t, t + 1), Mask('dense', seen[..., t, :t + 1])
+                z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
+                zs.append(z)
+            return zs, past
+
         T, device = idx.shape[1], idx.device
-        q, k = sequence(T, (0,), device, document_starts(idx, self.config.eos_id)), sequence(T, (0,), device)
-        seen = dense_mask(self, self.sees, q, k).data.unflatten(2, (-1, T))  # (1 or B, 1 or HK, H / HK, T, T)
+        tokens = sequence(T, (0,), device, document_starts(idx, self.config.eos_id))
+        seen = dense_mask(self, self.sees, tokens, tokens).data.unflatten(2, (-1, T))  # (1 or B, 1 or HK, H / HK, T, T)
         with torch.autocast('cpu' if idx.is_meta else device.type, enabled=False):  # meta: a dry run
             e, z, starts, rope, _ = self.prepare(idx, seen)
             zs, past = [z], Past()
             for start in range(0, T, self.config.segment_len):
-                new, past = checkpoint(self.segment, start, zs[-1], past, e, starts, rope, seen, use_reentrant=False)
+                new, past = checkpoint(segment, start, zs[-1], past, use_reentrant=False)
                 zs += new
             return torch.cat(zs[1:], 1)
-
-    def segment(self, start, z, past, e, starts, rope, seen):
-        """Run algorithm 1 over a segment, given the z and `Past` before. Returns all z, `Past`."""
-        zs, past = [], Past(past)  # a copy, because the backward pass runs this again
-        for t in range(start, min(start + self.config.segment_len, e.shape[1])):
-            at, mask = slice(t, t + 1), Mask('dense', seen[..., t, :t + 1])
-            z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
-            zs.append(z)
-        return zs, past
 
     def states(self, idx):
         """Return z of the last unroll (section 3.2), or with bptt of streaming: (B, T, C)."""
@@ -346,10 +340,7 @@ class Model(nn.Module):
         return self.head(h)
 
     def final_hidden(self, idx):
-        """Return the head's inputs as in streaming. idx: (B, T) -> (B, T, C).
-
-        In training, with gradients: those of this step's unrolls, as in `forward`.
-        """
+        """Return the head's inputs as in streaming, in training as in `forward`: (B, T, C)."""
         if self.training and torch.is_grad_enabled() or self.config.bptt or self.config.K == 1:
             return self.head_input(self.states(idx))  # with bptt or K = 1, it equals streaming
         with torch.no_grad():
@@ -373,39 +364,39 @@ class Model(nn.Module):
     @torch.no_grad()
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
-        z = self.run_tokens(tokens, cache, lengths, self.unroll_limit(tokens, cache))
-        if z is None:  # unrolls would take longer
-            z = self.run_tokens(tokens, cache, lengths, limit=0)
-        h = self.head_input(z)
+        z = self.unroll_prompt(tokens, cache, lengths)
+        h = self.head_input(self.stream_tokens(tokens, cache, lengths) if z is None else z)
         last = cache.end(h)
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
-    def run_tokens(self, tokens, cache, lengths, limit):
-        """Return z (B, n, C) of new tokens: by streaming if limit is 0, else by `fixed_point`."""
-        zs, streams = [], self.sequential and limit == 0
-        for piece in cache.pieces(tokens, lengths, piece_len=1 if streams else None):
-            z = cache.z[cache.batch_idx, piece.positions[:, :1]] if self.sequential else None  # of the token before
-            inputs = self.embed(piece.tokens), z, piece.positions == piece.doc_start, piece.rope, piece.mask(), cache
-            z = self.step(*inputs) if limit == 0 else self.fixed_point(piece.n_new, *inputs, limit=limit)[0]
-            if z is None:  # a prompt is one piece, and its tokens count only when `pieces` continues: none is added
-                return None
-            if self.sequential:
-                cache.z[cache.batch_idx, piece.positions + 1] = z
-            zs.append(z)
-        return torch.cat(zs, 1)
+    def unroll_prompt(self, tokens, cache, lengths):
+        """Return z (B, n, C) of a prompt by `fixed_point`, or None if streaming it takes less time.
 
-    def unroll_limit(self, tokens, cache):
-        """Return how many unrolls of a prompt (B, n) are worth trying, or 0 to stream the tokens.
-
-        Only for speed, not in the paper. A call of the blocks costs its tokens plus `overhead`. So
-        streaming, n calls with B tokens, costs as much as `equal` unrolls, calls with n B tokens.
+        Only for speed, not in the paper. A call of the blocks costs its tokens plus `overhead`, so
+        `limit` unrolls (n B tokens each) cost as much as streaming, n calls with B tokens.
         """
         B, n = tokens.shape
-        if not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
-            return 0  # not a prompt, or always read in one way
         overhead = (4.5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # tokens; on a GPU a guess
-        equal = n * (overhead + B) / (overhead + n * B)
-        return equal if equal > 20 else 0  # so 4 unrolls in vain cost at most a fifth more
+        limit = n * (overhead + B) / (overhead + n * B)
+        if limit <= 20 or not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
+            return None  # up to 20, 4 in vain would cost over a fifth; otherwise not a prompt, or never unrolled
+        for piece in cache.pieces(tokens, lengths):  # one, because the cache is empty
+            z, _ = self.fixed_point(piece.n_new, *self.prepare(tokens, piece.mask()), cache, limit=limit)
+            if z is None:
+                return None  # the cache is still empty: `pieces` adds tokens to it when it continues
+            cache.z[cache.batch_idx, piece.positions + 1] = z
+        return z
+
+    def stream_tokens(self, tokens, cache, lengths):
+        """Return z (B, n, C) of new tokens, one after the other, or with K = 1 all at once."""
+        zs = []
+        for piece in cache.pieces(tokens, lengths, piece_len=1 if self.sequential else None):
+            e, starts = self.embed(piece.tokens), piece.positions == piece.doc_start
+            z_before = cache.z[cache.batch_idx, piece.positions[:, :1]] if self.sequential else None
+            zs.append(self.step(e, z_before, starts, piece.rope, piece.mask(), cache))
+            if self.sequential:
+                cache.z[cache.batch_idx, piece.positions + 1] = zs[-1]
+        return torch.cat(zs, 1)
 
     def adopt(self, tensors):
         """Add a correction network to weights without one. Its last layer is 0 (section 5.7)."""

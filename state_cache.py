@@ -36,14 +36,20 @@ class StateCache:
     def begin(self, n, lengths=None):
         """Start a call of n tokens. lengths: (B,) tokens per right-padded row, or None: n in each.
 
-        Shapes are static: a row of length 0 must push the entry of its last token again.
+        Finds which tokens of the call to store, the last `size` of each row, and in which slots.
+        For size 4, rows that hold 6 tokens, and n = 3:
+
+            length   tokens stored   slots
+              3        0  1  2       2 3 0
+              2        0  1  1       2 3 3    static shapes: the last one again
+              0       -1 -1 -1       1 1 1    the one before: x[:, 0] must be its entry again
         """
         if lengths is None:
             self.n_new, stored = torch.full_like(self.lengths, n), self.slots[:n] + max(n - self.size, 0)
-        else:  # the last token again in place of padding; -1, the token before the call, if a row has none
+        else:
             self.n_new, last = lengths, lengths[:, None] - 1
             stored = torch.minimum((last - self.size + 1).clamp(min=0) + self.slots[:n], last)
-        self.pushed = stored.clamp(min=0)  # which tokens of a push to store: the last `size` of each row
+        self.pushed = stored.clamp(min=0)  # which tokens of a push to store
         self.placed = (self.lengths[:, None] + stored) % self.size  # the slots they get
         self.oldest_first = (self.lengths[:, None] + self.slots) % self.size  # all slots, by age
 

@@ -86,7 +86,7 @@ def document_masks(is_eos, conv_size):
     """Return same_doc (B, n, W), is_doc_start (B, n). is_eos: (B, W - 1 + n), W - 1 come before."""
     document = F.pad(is_eos[:, :-1].long().cumsum(1), (1, 0))  # index of each token's document
     taps = document.unfold(1, conv_size, 1)  # (B, n, W), a token's own is the last
-    return taps == taps[..., -1:], is_eos[:, conv_size - 2:-1]  # a document starts after an eos
+    return taps == taps[..., -1:], is_eos[:, conv_size - 2:-1]  # is_eos of the token before each of the n
 
 
 class Block(nn.Module):
@@ -190,10 +190,9 @@ class Model(nn.Module):
         self.config = c = config
         if c.scan in ('fast', 'fla') and gdn is None:
             raise ValueError(f"scan = {c.scan!r} needs the folder scans/, which is missing: use scan = 'loop'")
+        self.fast = gdn.scan_chunks if pinned and pinned(self, gdn) else None  # in place of `Block.loop`
         if c.scan == 'fla':
             self.fast = gdn.import_fla()
-        else:
-            self.fast = gdn.scan_chunks if pinned and pinned(self, gdn) else None  # in place of `Block.loop`
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList(Block(c, layer, self.fast) for layer in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
@@ -255,12 +254,9 @@ class Model(nn.Module):
         return len(self.blocks) * math.prod(self.blocks[0].memory_shape)
 
     def flops_per_token(self, T):
-        """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
-
-        Per head: two reads and a write of 2 K D FLOPs each, and twice that in the backward pass.
-        """
+        """Return training FLOPs per token: 6 per linear weight, plus the memory's products."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + 18 * self.memory_cells
+        return 6 * (weights + 3 * self.memory_cells)  # two reads and a write of each cell
 
 
 class Cache(StateCache):
@@ -288,7 +284,7 @@ class Cache(StateCache):
         super().begin(n, lengths)
         position = self.lengths[:, None] + torch.arange(-self.max_call, n, device=self.rows.device)
         n_written = self.lengths + (self.n_new - self.max_call).clamp(min=0)
-        self.writes = (position >= self.n_written[:, None]) & (position < n_written[:, None])  # (B, max_call + n)
+        self.writes = (self.n_written[:, None] <= position) & (position < n_written[:, None])  # (B, max_call + n)
         self.n_written.copy_(n_written)
 
     def join(self, name, x):
@@ -298,15 +294,15 @@ class Cache(StateCache):
         return torch.cat([earlier, x], 1)
 
     def outputs(self, block, tokens, is_doc_start):
-        """Return o (B, n, H, D). tokens: (B, max_call + n, ...), those before the call first."""
+        """Return o (B, n, H, D) for tokens (B, max_call + n, ...), and update the memory."""
         def run(part, active, memory):
             starts = None if is_doc_start is None else is_doc_start[:, part]
             return block.recurrence([x[:, part] for x in tokens], starts, active, memory)
 
-        before, new = slice(self.max_call), slice(self.max_call, None)
-        _, memory = run(before, self.writes[:, before], self.memory[block.layer])
+        before, new = slice(self.max_call), slice(self.max_call, None)  # tokens before the call, its own tokens
+        _, memory = run(before, self.writes[:, before], self.memory[block.layer])  # now of all tokens before the call
         o, _ = run(new, None, memory)
-        if tokens[0].shape[1] > 2 * self.max_call:  # n > max_call: all but the last max_call tokens stay
+        if tokens[0].shape[1] > 2 * self.max_call:  # n > max_call: the last max_call tokens may be rolled back
             _, memory = run(new, self.writes[:, new], memory)
         self.memory[block.layer] = memory
         return o

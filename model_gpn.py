@@ -166,8 +166,9 @@ class Layer(nn.Module):
             self.read_gate = nn.Linear(C, c.n_head * c.d_v, bias=False)  # W_rg, eq. 11
             self.out_norm = RMSNorm(c.n_head * c.d_v, c.norm_eps)
             self.read_out = nn.Linear(c.n_head * c.d_v, C, bias=False)  # W_o, eq. 11
-            has_kernels = delta and c.scan == 'auto'  # for a GPU, unless these functions are edited
-            self.delta_rule = delta.fast_on_gpu(delta_rule, read, key_of, l2_normalize) if has_kernels else delta_rule
+            self.delta_rule = delta_rule
+            if delta and c.scan == 'auto':  # kernels for a GPU, unless `delta_rule` or a function it calls is edited
+                self.delta_rule = delta.fast_on_gpu(delta_rule, read, key_of, l2_normalize)
 
     def forward(self, x, memory, to_write=None):
         """Apply eq. 7 (eq. 5 without memory). Returns the layer's output (B, C) and the memory.
@@ -341,16 +342,14 @@ class Model(nn.Module):
         u = self.ground_input(tokens).to(first[0].dtype)
         with torch.autocast(u.device.type, enabled=False):  # as in training on a CPU
             for t in range(n):
-                is_token = None if lengths is None else t < lengths
-                cache.begin(1, is_token if lengths is None else is_token.long())
+                cache.begin(1, None if lengths is None else (t < lengths).long())  # 0 tokens if t is padding
                 if t == 0:
-                    parts = cache.last('state', 1).split([x[0].numel() for x in first], -1)
-                    state = [part.view_as(x) for part, x in zip(parts, first)]
+                    state = _split(cache.last('state', 1), first)
                 new = self.step(u[:, t], *state)
                 states.append(new[0])
                 if c.eos_id is not None:
                     new = choose_rows(tokens[:, t] == c.eos_id, first, new)  # the next token starts a document
-                state = new if lengths is None else choose_rows(is_token, new, state)
+                state = new if lengths is None else choose_rows(cache.n_new > 0, new, state)
                 if lengths is not None or n - t <= cache.size:  # older ones are replaced in this call
                     cache.push('state', _join(state))
                 cache.lengths += cache.n_new
@@ -382,3 +381,9 @@ def choose_rows(mask, a, b):
 def _join(state):
     """Return the tensors of a state as one, (B, 1, values), which is faster to store."""
     return torch.cat([x.flatten(1) for x in state], 1).unsqueeze(1)
+
+
+def _split(joined, first):
+    """Return the state that `_join` joined, tensors of the shapes of `first`."""
+    parts = joined.split([x[0].numel() for x in first], -1)
+    return [part.view_as(x) for part, x in zip(parts, first)]

@@ -209,7 +209,7 @@ class Model(nn.Module):
         x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)
         labels = torch.cat([idx[:, :1].masked_fill(targets[:, :1] < 0, -1), targets], 1)
         start = torch.zeros_like(x) if eos_id is None else document_starts(x, eos_id)
-        start = torch.cat([start[:, :T], start[:, T:].masked_fill(targets[:, -1:] < 0, T)], 1)
+        start = torch.cat([start[:, :T], start[:, T:].masked_fill(targets[:, -1:] < 0, T)], 1)  # T: its own document
         return x, labels, start
 
     def _text_terms(self, f, x, start):
@@ -227,17 +227,6 @@ class Model(nn.Module):
         t_b = torch.where(has_suffix, self.text_b(b_after), self.text_b(self.no_suffix))
         return t_f, t_b
 
-    def _draw_pairs(self, T, device):
-        """Return p, q (N,) for all rows: random in training, evenly spaced in evaluation."""
-        pairs = torch.triu_indices(T + 1, T + 1, self.config.min_k - 2, device=device)  # q = p + k - 2, and k >= min_k
-        n_all = pairs.shape[1]
-        n = max(1, round(self.config.pair_share * n_all))
-        if n == n_all:
-            return pairs
-        if self.training:
-            return pairs[:, torch.randperm(n_all, device=device)[:n]]
-        return pairs[:, torch.arange(n, device=device) * n_all // n]
-
     @outside_graphs  # the number of pairs depends on the documents
     def _pair_losses(self, t_f, t_b, labels, start):
         """Return {'loss', 'pair_next', 'pair_previous'}, in nats.
@@ -252,17 +241,29 @@ class Model(nn.Module):
         previous_labels = labels[:, q].masked_fill(other_document, -1)
         n_next, n_previous = ((x >= 0).sum().clamp(min=1) for x in (next_labels, previous_labels))
 
+        row, pair = ((next_labels >= 0) | (previous_labels >= 0)).nonzero().unbind(1)  # the pairs that count
+        x_0 = row * (T + 1)  # index of a row's first token in t_f.flatten(0, 1)
+        pairs = x_0 + p[pair], x_0 + q[pair], next_labels[row, pair], previous_labels[row, pair]
+
         def losses(at_p, at_q, next_label, previous_label, t_f, t_b):  # of a chunk of pairs
             h = self._text_state(t_f.index_select(0, at_p), t_b.index_select(0, at_q))
             pair_next = self.cross_entropy(self._logits(h), next_label) / n_next
             pair_previous = self.cross_entropy(self.previous_head(h), previous_label) / n_previous
             return {'loss': pair_next + pair_previous, 'pair_next': pair_next, 'pair_previous': pair_previous}
 
-        row, pair = ((next_labels >= 0) | (previous_labels >= 0)).nonzero().unbind(1)  # the pairs that count
-        x_0 = row * (T + 1)  # index of a row's first token in t_f.flatten(0, 1)
-        pairs = x_0 + p[pair], x_0 + q[pair], next_labels[row, pair], previous_labels[row, pair]
         width = 2 * self.config.vocab_size + self.config.n_text  # values per pair: two softmaxes, the hidden layer
         return chunked_loss(losses, pairs, self.parameters(), width, shared=(t_f.flatten(0, 1), t_b.flatten(0, 1)))
+
+    def _draw_pairs(self, T, device):
+        """Return p, q (N,) for all rows: random in training, evenly spaced in evaluation."""
+        pairs = torch.triu_indices(T + 1, T + 1, self.config.min_k - 2, device=device)  # q = p + k - 2, and k >= min_k
+        n_all = pairs.shape[1]
+        n = max(1, round(self.config.pair_share * n_all))
+        if n == n_all:
+            return pairs
+        if self.training:
+            return pairs[:, torch.randperm(n_all, device=device)[:n]]
+        return pairs[:, torch.arange(n, device=device) * n_all // n]
 
     @torch.no_grad()
     def _next_token_loss(self, f, idx, targets):

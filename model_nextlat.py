@@ -121,55 +121,6 @@ class Dynamics(nn.Module):
         return h + self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
-class Losses(nn.Module):
-    """The parts of the loss, from states and their logits; compiled like `CrossEntropy`."""
-
-    dynamic = True  # one compilation for chunks of all lengths
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-
-    def forward(self, names, targets, token_weights, state_weights, states, logits):
-        """Return the nll and the parts `names` of N positions, averaged over i = 1 ... d.
-
-        targets: (N,); weights: (N, d + 1) from `Model._weights`; states: h, then h^ for each i,
-        (N, C) each; logits: of these states, or of h alone, (N, V) each.
-        """
-        c, (h, *predicted) = self.config, states
-        torch._check(logits[0].shape[-1] == c.vocab_size)  # see `CrossEntropy`
-        log_p, *log_q = map(self.log_probs, logits)  # log p(.|h), then log p(.|h^) for each i
-        parts = {'nll': mean([cross_entropy(log_p, targets)], token_weights[:, :1])}
-        if 'next_hidden' in names:  # L_next-h
-            distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
-            goal = h.detach() if c.stop_target else h
-            distances = [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
-            parts['next_hidden'] = mean(distances, state_weights[:, 1:])
-        if 'kl' in names:  # L_KL
-            goal = log_p.detach()
-            p = goal.exp()
-            parts['kl'] = mean([(p * (goal - q)).sum(-1) for q in log_q], token_weights[:, 1:])
-        if 'ce' in names:  # in place of L_KL: the next tokens as targets (appendix, ablations)
-            parts['ce'] = mean([cross_entropy(q, targets) for q in log_q], token_weights[:, 1:])
-        return parts
-
-    def log_probs(self, logits):
-        """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
-        if not self.config.pad_rows_in_loss:
-            logits = logits[:, :self.config.n_ids]
-        return at_least_fp32(logits).log_softmax(-1)
-
-
-def cross_entropy(log_q, targets):
-    """Return the cross-entropy of targets (N,), -1 ignored, under log_q (N, V): (N,)."""
-    return F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
-
-
-def mean(losses, weights):
-    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
-    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))
-
-
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -226,7 +177,8 @@ class Model(nn.Module):
         """
         c = self.config
         targets = counted_targets(idx, targets, c.eos_id)
-        states = [self.final_hidden(idx)]  # states[i][:, s]: h_s (i = 0), or h^_s after i steps of p_psi from h_{s-i}
+        # states[0][:, s] is h_s. states[i][:, s] is h^_s after i steps of p_psi from h_{s-i}.
+        states = [self.final_hidden(idx)]
         for _ in range(self.horizon):
             predicted = self.p_psi(states[-1][:, :-1], idx[:, 1:])
             states.append(F.pad(predicted, (0, 0, 1, 0)))  # the first i positions have no prediction
@@ -321,3 +273,52 @@ class Model(nn.Module):
             if c.lambda_kl:
                 flops += (4 if c.stop_head else 6) * c.horizon * self.head.weight.numel()
         return flops
+
+
+class Losses(nn.Module):
+    """The parts of the loss, from states and their logits; compiled like `CrossEntropy`."""
+
+    dynamic = True  # one compilation for chunks of all lengths
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, names, targets, token_weights, state_weights, states, logits):
+        """Return the nll and the parts `names` of N positions, averaged over i = 1 ... d.
+
+        targets: (N,); weights: (N, d + 1) from `Model._weights`; states: h, then h^ for each i,
+        (N, C) each; logits: of these states, or of h alone, (N, V) each.
+        """
+        c, (h, *predicted) = self.config, states
+        torch._check(logits[0].shape[-1] == c.vocab_size)  # see `CrossEntropy`
+        log_p, *log_q = map(self.log_probs, logits)  # log p(.|h), then log p(.|h^) for each i
+        parts = {'nll': mean([cross_entropy(log_p, targets)], token_weights[:, :1])}
+        if 'next_hidden' in names:  # L_next-h
+            distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
+            goal = h.detach() if c.stop_target else h
+            distances = [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
+            parts['next_hidden'] = mean(distances, state_weights[:, 1:])
+        if 'kl' in names:  # L_KL
+            goal = log_p.detach()
+            p = goal.exp()
+            parts['kl'] = mean([(p * (goal - q)).sum(-1) for q in log_q], token_weights[:, 1:])
+        if 'ce' in names:  # in place of L_KL: the next tokens as targets (appendix, ablations)
+            parts['ce'] = mean([cross_entropy(q, targets) for q in log_q], token_weights[:, 1:])
+        return parts
+
+    def log_probs(self, logits):
+        """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
+        if not self.config.pad_rows_in_loss:
+            logits = logits[:, :self.config.n_ids]
+        return at_least_fp32(logits).log_softmax(-1)
+
+
+def cross_entropy(log_q, targets):
+    """Return the cross-entropy of targets (N,), -1 ignored, under log_q (N, V): (N,)."""
+    return F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
+
+
+def mean(losses, weights):
+    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
+    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))

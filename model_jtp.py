@@ -97,7 +97,7 @@ class Fetch(nn.Module):
         rope = rope_table(torch.arange(x.shape[1], device=x.device), self.head_size, self.rope_theta)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, self.head_size)).unbind(2)
         q, k, v = (y.transpose(1, 2) for y in (rotate(q, rope), rotate(k, rope), v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)[:, 1:]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)[:, 1:]  # outputs at the tokens
         return self.out_norm(e + self.attn_out(y.flatten(2)))
 
 
@@ -156,7 +156,8 @@ class Model(nn.Module):
             targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
         counted = targets >= 0
         weights = counted / counted.sum((0, 1)).clamp(min=1)
-        given = F.pad(idx, (0, c.horizon)).unfold(1, c.horizon + 1, 1)[..., 1:]  # (B, T, d): x_{t+1} ... x_{t+d}
+        # (B, T, d): x_{t+1} ... x_{t+d}. After the last token, any id does: targets there are -1.
+        given = F.pad(idx, (0, c.horizon)).unfold(1, c.horizon + 1, 1)[..., 1:]
         rows = [x.flatten(0, 1) for x in (targets, weights, self.final_hidden(idx), self.embed(given))]
         return chunked_loss(self._losses, rows, self.parameters(), (c.horizon + 1) * c.vocab_size)
 

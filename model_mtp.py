@@ -172,7 +172,7 @@ class Model(nn.Module):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         n_future = self.config.horizon if max_call > 1 else 0  # plain decoding needs no future blocks
         cache = KVCache(self, batch_size, max_tokens, max_call, device, dtype, n_layer=self.config.n_layer + n_future)
-        cache.future = cache.hidden.unsqueeze(2).repeat(1, 1, n_future, 1)  # (B, max_call, d, C): h of future blocks
+        cache.future = cache.hidden.new_zeros(batch_size, max_call, n_future, self.config.n_embd)  # future blocks' h
         return cache
 
     @torch.no_grad()

@@ -195,7 +195,7 @@ class Model(nn.Module):
             if layer == self.n_x_layers:
                 h = torch.cat([h, self._first_rho(x, h)], 1)
             keys, queries = self.streams(layer)
-            positions = slice(T * queries[0], T * (queries[-1] + 1))
+            positions = slice(T * queries[0], T * (queries[-1] + 1))  # of the query streams in [x | rho]
             h = block(h, [table[..., :len(keys) * T, :, :] for table in rope], masks[keys, queries], positions, cache)
         return self.norm(h)
 

@@ -103,7 +103,7 @@ class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.reach = 2 ** 30 if config.window is None else config.window  # past positions that a query sees
+        self.reach = 2 ** 30 if config.window is None else config.window  # past positions a query sees; 2 ** 30: all
         if config.attention == 'triton':
             attention_mask(self, 1, torch.device('meta'))  # an error if they do not implement it
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)

@@ -15,7 +15,8 @@ masks for decoding, and the size of the KV cache. An edited pattern both trains 
 
 If layers differ, `sees` is a list with a pattern for each layer, and masks are lists, too. A method
 `score_bias(q, k, head)` adds to the scores. The rest of what a model needs: `embed.weight`, and in
-`config` n_layer, n_embd, n_head, n_kv_head, head_size, rope_theta and eos_id.
+`config` n_layer, n_embd, n_head, n_kv_head, head_size, rope_theta and eos_id. Read the sections
+patterns, masks and attention first. The others can be read on their own.
 
 B batch, T positions, D head size, n tokens of a call, S streams, C width, V vocabulary. With two
 streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T of rho.
@@ -37,10 +38,12 @@ CPU_CHUNK, GPU_CHUNK = 2 ** 26, 2 ** 28  # logits (or other values) of a chunk o
 MAX_SAVED_SCORES = 2 ** 22  # queries x keys up to which tiles save probabilities for the backward pass
 EMPTY_SLOT = 2 ** 30  # position of empty cache slots: later than any query
 
+compiled = functools.cache(torch.compile)  # called where it is needed, because it imports the compiler (1 s)
+
 
 def outside_graphs(function):
     """Make a function run eagerly inside a compiled model (decorator)."""
-    disabled = torch._disable_dynamo(function)  # torch.compiler.disable imports the compiler, which takes 1 s
+    disabled = torch._disable_dynamo(function)  # torch.compiler.disable would import the compiler
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -112,15 +115,15 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
 
     doc_start: (B, T) int64 from `document_starts`, or None for one document; keys, queries: tuples
     of streams (queries=None: the same as keys). The model keeps a mask for the next step, unless
-    there are documents or a score_bias, or `sees` reads a tensor. See `_mask_key`.
+    there are documents or a score_bias, or `sees` reads a tensor.
     """
     queries, device, trains = queries or keys, torch.device(device), torch.is_grad_enabled()
     length_recurs = trains or T % FLEX_BLOCK == 0  # unlike most lengths of prompts
     may_keep = doc_start is None and not hasattr(model, 'score_bias')
-    kept = vars(model).setdefault('kept_masks', KeptMasks())  # {streams: (key, mask)}
-    key = _mask_key(model, T, device)
-    if may_keep and kept.get((keys, queries), (None,))[0] == key:
-        return kept[keys, queries][1]
+    kept, key = vars(model).setdefault('kept_masks', KeptMasks()), _mask_key(model, T, device)
+    kept_key, mask = kept.get((keys, queries), (None, None))
+    if may_keep and kept_key == key:
+        return mask
     with torch.inference_mode(False), torch.set_grad_enabled(trains):
         mask = each_layer(model.sees, lambda f: _new_mask(model, f, T, device, doc_start, keys, queries, length_recurs))
     if may_keep and not reads_tensors(model.sees, device):
@@ -136,12 +139,13 @@ def _mask_key(model, T, device):
     """
     values, structure = tree_flatten((vars(model), vars(model.config)))
     plain = [x for x in values if isinstance(x, (int, float, str, type(None)))]
+    # not the bound method, which would keep the model alive
     code = each_layer(model.sees, lambda f: (getattr(f, '__func__', f), id(getattr(f, '__self__', None))))
     return T, device, torch.is_grad_enabled(), torch.is_autocast_enabled('cpu'), code, plain, structure
 
 
 class KeptMasks(dict):
-    """The masks that a model keeps. Copies of the model start without them."""
+    """A model's kept masks, {(keys, queries): (key, mask)}. Copies of the model start with none."""
 
     def __reduce__(self):
         return KeptMasks, ()
@@ -150,7 +154,7 @@ class KeptMasks(dict):
 def reads_tensors(patterns, device):
     """Return True if patterns read tensors besides their arguments. Tries them on one token."""
     token, others = sequence(1, (0,), device), []
-    known = [*token]
+    known = [*token]  # the arguments, and what is computed from them
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -208,15 +212,18 @@ def attention(q, k, v, mask):
 # ---- dense masks: decoding, and what no other kernel runs ----
 
 def dense_mask(model, sees, q, k, dtype=None):
-    """Return the Mask of tokens q, k with fields (1 or B, n): (1 or B, 1 or HK, group * n_q, n_k).
+    """Return the Mask of tokens q, k with fields (1 or B, n): (1 or B, 1 or HK, G n_q, n_k).
 
+    The G = H / HK query heads of a key head become G n_q rows of one product, see `_dense_sdpa`.
     dtype: of cached keys, to make it additive once; PyTorch would convert booleans in every layer.
     """
     seen, c, score_bias = _seen(sees, q, k).unsqueeze(1), model.config, getattr(model, 'score_bias', None)
     if score_bias is not None or dtype is not None:
         seen = _additive(seen, score_bias, c.n_head, q, k)
-    group = c.n_head // c.n_kv_head  # queries of a group are rows of one product, see `_dense_sdpa`
-    seen = seen.expand(-1, group if score_bias is None else -1, -1, -1).unflatten(1, (-1, group)).flatten(2, 3)
+    G = c.n_head // c.n_kv_head
+    if score_bias is None:
+        seen = seen.expand(-1, G, -1, -1)  # from (1 or B, 1, n_q, n_k); with a bias, all H heads are there
+    seen = seen.unflatten(1, (-1, G)).flatten(2, 3)
     return Mask('dense', seen if dtype is None else seen.to(dtype))
 
 
@@ -231,32 +238,32 @@ def _additive(seen, score_bias, n_head, q, k):
 
 
 def _dense_sdpa(q, k, v, seen):
-    """Run PyTorch's attention with the data of a `dense_mask`, in the dtype of the keys.
-
-    The queries of the H / HK heads that share a key head become rows of one product.
-    """
-    dtype, n, group = q.dtype, q.shape[1], q.shape[2] // k.shape[2]
-    q = q.to(k.dtype).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, HK, group * n, D)
+    """Run PyTorch's attention with the data of a `dense_mask`, in the dtype of the keys."""
+    dtype, n, G = q.dtype, q.shape[1], q.shape[2] // k.shape[2]
+    # (B, n, H, D) -> (B, n, HK, G, D) -> (B, HK, G, n, D) -> (B, HK, G n, D)
+    q = q.to(k.dtype).unflatten(2, (-1, G)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     seen = seen if seen.dtype == torch.bool else seen.to(k.dtype)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), seen)
-    return out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
+    return out.unflatten(2, (G, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)  # and back
 
 
 # ---- tiles: on a CPU ----
 
 def _tiles(sees, score_bias, n_head, T, q, k):
-    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask."""
+    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask.
+
+    The rows are the same positions of all streams. Keys that no row sees are left out.
+    """
     starts = range(0, q.pos.shape[1], T)  # of the streams
     step = TILE_ROWS // len(starts)
     for a in range(0, T, step):
         rows = [slice(start + a, start + min(a + step, T)) for start in starts]
-        q_tile = Tokens(*(torch.cat([x[:, part] for part in rows], 1) for x in q))
+        q_tile = Tokens(*(_take(x, rows, 1) for x in q))
         seen = _seen(sees, q_tile, k)
         ranges = _key_ranges(seen.any(0).any(0), T)
         if not ranges:
             raise ValueError('sees lets some queries attend to no key: every token must see at least one')
-        seen = torch.cat([seen[..., part] for part in ranges], -1).unsqueeze(1)
-        k_tile = Tokens(*(torch.cat([x[:, part] for part in ranges], 1) for x in k))
+        seen, k_tile = _take(seen, ranges, 2).unsqueeze(1), Tokens(*(_take(x, ranges, 1) for x in k))
         yield rows, ranges, _additive(seen, score_bias, n_head, q_tile, k_tile)
 
 
@@ -275,7 +282,7 @@ def _tiled_attention(q, k, v, tiles):
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Attention in tiles, on a CPU. q: (B, H, n_q, D); k, v: (B, H, n_k, D)."""
+    """Attention in tiles. q: (B, H, n_q, D); k, v: (B, H, n_k, D); tiles: from `_tiles`."""
 
     @staticmethod
     def forward(ctx, q, k, v, tiles, *_):  # then masks with learned biases, which get gradients
@@ -310,10 +317,10 @@ class _TiledAttention(torch.autograd.Function):
         return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None, *learned
 
 
-def _take(x, slices):
-    """Concatenate slices of positions of x (B, H, n, D)."""
-    parts = [x[:, :, s] for s in slices]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+def _take(x, slices, dim=2):
+    """Concatenate slices of x along a dimension, of positions in x (B, H, n, D)."""
+    parts = [x.narrow(dim, s.start, s.stop - s.start) for s in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _put(x, slices, part, add=False):
@@ -368,8 +375,8 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
     blocks = torch.stack([(count > 0) & (count < FLEX_BLOCK ** 2), count == FLEX_BLOCK ** 2])
     lists = []
     for x in (blocks, blocks.mT.contiguous()):
-        n = x.sum(-1, keepdim=True)  # a sort of zeros and ones needs only ranks
-        rank = torch.where(x, x.cumsum(-1) - 1, n + (~x).cumsum(-1) - 1)
+        n = x.sum(-1, keepdim=True)
+        rank = torch.where(x, x.cumsum(-1) - 1, n + (~x).cumsum(-1) - 1)  # in a stable sort: True first
         columns = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()
         lists += [n[0].squeeze(-1).int(), columns[0], n[1].squeeze(-1).int(), columns[1]]
     return lists
@@ -383,9 +390,6 @@ def _flex_attention(q, k, v, block_mask, score_mod):
     # not the kernel for fewer than 128 queries: wrong strides in PyTorch 2.11 (issue 175325)
     return run(q, k, v, score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1],
                kernel_options={'BACKEND': 'TRITON', **stages})
-
-
-compiled = functools.cache(torch.compile)  # when it is first called, because it imports the compiler
 
 
 # ---- the KV cache ----
@@ -427,7 +431,7 @@ class KVCache:
         shapes = [(batch_size, c.n_kv_head, slots.spare + 1, c.head_size) for slots in self.layers]
         self.k, self.v = ([torch.zeros(shape, device=device, dtype=dtype) for shape in shapes] for _ in range(2))
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int64)  # tokens held by each row
-        self.doc_start = self.lengths.new_zeros(batch_size, max_tokens + 2)  # by position: padding's and the next
+        self.doc_start = self.lengths.new_zeros(batch_size, max_tokens + 2)  # by position; + 2: padding, and after it
         self.hidden = torch.zeros(batch_size, max_call, c.n_embd, device=device, dtype=dtype)  # last h of the last call
         self.last = torch.full((batch_size,), -1, device=device)  # index of each row's last token in `hidden`, or -1
         self.rope = rope_table(torch.arange(max_tokens + 1, device=device), c.head_size, c.rope_theta,
@@ -513,7 +517,7 @@ class Slots:
         self.stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
 
     def place(self, positions, end, batch_idx):
-        """Return slots (B, S n) of positions (B, n): spare unless one of the `size` before end."""
+        """Return slots (B, S n) of positions (B, n): spare, but for the last `size` before end."""
         placed = []
         for stream, size in enumerate(self.sizes):
             slot = self.edge - 1 - positions % size if stream else self.edge + positions % size
@@ -682,8 +686,7 @@ def chunked_loss(fn, rows, params, width, shared=()):
     n_chunks = math.ceil(len(rows[0]) / rows_per_chunk) or 1
     params = [p for p in params if p.requires_grad]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *shared, *params)):
-        names = []  # filled by the forward pass
-        sums = _ChunkedLoss.apply(fn, names, n_chunks, len(rows), len(shared), *rows, *shared, *params)
+        names, *sums = _ChunkedLoss.apply(fn, n_chunks, len(rows), len(shared), *rows, *shared, *params)
         return dict(zip(names, sums))
     return _sums([fn(*chunk, *shared) for chunk in zip(*(x.tensor_split(n_chunks) for x in rows))])
 
@@ -695,7 +698,7 @@ def _sums(chunks):
 
 class _ChunkedLoss(torch.autograd.Function):  # gradients are computed in the forward pass, and scaled backward
     @staticmethod
-    def forward(ctx, fn, names, n_chunks, n_rows, n_shared, *tensors):
+    def forward(ctx, fn, n_chunks, n_rows, n_shared, *tensors):
         rows = tensors[:n_rows]
         shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
         params = [*shared, *tensors[n_rows + n_shared:]]
@@ -713,24 +716,21 @@ class _ChunkedLoss(torch.autograd.Function):  # gradients are computed in the fo
             param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads)]
             results.append({name: x.detach() for name, x in result.items()})
         ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
-        names[:] = results[0]
-        total, *parts = _sums(results).values()
+        sums = _sums(results)
+        total, *parts = sums.values()
         ctx.mark_non_differentiable(*parts)
-        return total, *parts
+        return tuple(sums), total, *parts
 
     @staticmethod
-    def backward(ctx, grad, *_):
-        return None, None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
+    def backward(ctx, names, grad, *parts):
+        return None, None, None, None, *(x if x is None else x * grad for x in ctx.saved_tensors)
 
 
 # ---- sizes ----
 
 def check_sizes(c, **least):
-    """Raise ValueError for a number of Config c below its least value. None is valid.
-
-    least: {name: value} for the model's own settings, besides those that all models have.
-    """
-    common = dict(n_layer=1, n_embd=1, n_ffn=1, vocab_size=1, n_ids=1, init_std=0, norm_eps=0)
+    """Raise ValueError for a setting of Config c below its least value. None is valid."""
+    common = dict(n_layer=1, n_embd=1, n_ffn=1, vocab_size=1, n_ids=1, init_std=0, norm_eps=0)  # of all models
     for name, low in (common | least).items():
         value = getattr(c, name, None)
         if value is not None and value < low:

@@ -131,6 +131,23 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     return mask
 
 
+def _new_mask(model, sees, T, device, doc_start, keys, queries, length_recurs):
+    """Return the mask of whole sequences. length_recurs: False for most lengths of prompts."""
+    c, score_bias = model.config, getattr(model, 'score_bias', None)
+    q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
+    may_be_causal = keys == queries == (0,) and doc_start is None and score_bias is None  # the triangle
+    slow_on_cpu = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # tiles: faster backward, and in bf16
+    if may_be_causal and (device.type == 'cuda' or device.type == 'cpu' and not slow_on_cpu):
+        seen = _seen(sees, q, k)[0]
+        if torch.equal(seen, torch.ones_like(seen).tril()):
+            return Mask('causal')
+    if device.type == 'cpu':
+        return Mask('tiles', list(_tiles(sees, score_bias, c.n_head, T, q, k)))
+    if device.type == 'cuda' and 16 <= c.head_size <= 256 and length_recurs:  # it compiles a kernel per length
+        return Mask('flex', flex_mask(sees, score_bias, T, device, doc_start, keys, queries))
+    return dense_mask(model, sees, q, k)
+
+
 def _mask_key(model, T, device):
     """Return all that a kept mask depends on: if it changes, the mask is made again.
 
@@ -166,23 +183,6 @@ def reads_tensors(patterns, device):
     with Watch():
         each_layer(patterns, lambda sees: _seen(sees, token, token))
     return bool(others)
-
-
-def _new_mask(model, sees, T, device, doc_start, keys, queries, length_recurs):
-    """Return the mask of whole sequences. length_recurs: False for most lengths of prompts."""
-    c, score_bias = model.config, getattr(model, 'score_bias', None)
-    q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
-    may_be_causal = keys == queries == (0,) and doc_start is None and score_bias is None  # the triangle
-    slow_on_cpu = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # tiles: faster backward, and in bf16
-    if may_be_causal and (device.type == 'cuda' or device.type == 'cpu' and not slow_on_cpu):
-        seen = _seen(sees, q, k)[0]
-        if torch.equal(seen, torch.ones_like(seen).tril()):
-            return Mask('causal')
-    if device.type == 'cpu':
-        return Mask('tiles', list(_tiles(sees, score_bias, c.n_head, T, q, k)))
-    if device.type == 'cuda' and 16 <= c.head_size <= 256 and length_recurs:  # it compiles a kernel per length
-        return Mask('flex', flex_mask(sees, score_bias, T, device, doc_start, keys, queries))
-    return dense_mask(model, sees, q, k)
 
 
 # ---- attention ----

@@ -742,12 +742,11 @@ def check_sizes(c, **least):
 def check_shape(c, **least):
     """Check Config c and its heads like `check_sizes`. Set head_size and n_kv_head if not given."""
     check_sizes(c, n_head=1, head_size=2, n_kv_head=1, rope_theta=1, **least)
-    c.head_size, c.n_kv_head = (getattr(c, name, None) for name in ('head_size', 'n_kv_head'))
-    if c.head_size is None and c.n_embd % (2 * c.n_head):
-        raise ValueError(f'n_embd = {c.n_embd} and n_head = {c.n_head}: n_embd / n_head must be an even whole number')
-    c.head_size, c.n_kv_head = c.head_size or c.n_embd // c.n_head, c.n_kv_head or c.n_head
-    if c.head_size % 2:
-        raise ValueError(f'head_size = {c.head_size}: expected an even number')
+    c.n_kv_head = getattr(c, 'n_kv_head', None) or c.n_head
+    head_size = getattr(c, 'head_size', None) or c.n_embd / c.n_head
+    if head_size % 2:
+        raise ValueError(f'head_size = {head_size:g}, by default n_embd / n_head: expected an even whole number')
+    c.head_size = int(head_size)
     if c.n_head % c.n_kv_head:
         raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')
     if getattr(c, 'rope_scaling', None) is not None:

@@ -16,6 +16,12 @@ def gathered_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(dict.fromkeys(getattr(model, 'blocks', ()))) if getattr(model, 'shard_blocks', True) else []
 
 
+def linear_weights(blocks: list[torch.nn.Module]) -> set[torch.nn.Parameter]:
+    """Return the weights of blocks that FSDP gathers in the dtype of matrix products."""
+    layers = [layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+    return {p for layer in layers for p in layer.parameters()}
+
+
 def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | None,
                 dtype: torch.dtype = torch.float32) -> None:
     """Shard rank 0's weights in place with FSDP. On other ranks, the model may be on meta.
@@ -33,8 +39,7 @@ def shard_model(model: torch.nn.Module, device: torch.device, n_shards: int | No
     whole, blocks, policy, others = _tensors(model), gathered_modules(model), MixedPrecisionPolicy(), []
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        layers = [layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
-        linear = {p for layer in layers for p in layer.parameters()}
+        linear = linear_weights(blocks)
         others = [p for block in blocks for p in block.parameters() if p not in linear]
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=set(others))

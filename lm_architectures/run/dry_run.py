@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lm_architectures.files import ROOT, UserError, command
 from lm_architectures.machine.devices import pick_dtype
-from lm_architectures.machine.wrapping import gathered_modules
+from lm_architectures.machine.wrapping import gathered_modules, linear_weights
 from lm_architectures.run import folders, models
 
 MAX_OPERATORS = 40_000  # operators of a step that are counted, in about 4 s
 PRODUCTS = {F.linear, F.conv1d, torch.matmul, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__}
+GATES, MUL = {F.silu, F.gelu, F.relu}, {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__}
 
 
 def dry_run(s, config, data, n_processes: int, make_optimizer: Callable) -> None:
@@ -40,20 +41,25 @@ def dry_run(s, config, data, n_processes: int, make_optimizer: Callable) -> None
     states, moments = optimizer_bytes(model, lambda model: make_optimizer(model, s)), 'moments'
     if states is None:
         states, moments = 8 * n_params, 'two moments, assumed because this optimizer needs data'
-    held = (8 * n_params + states) / n_shards  # fp32: weights, gradients (DDP's buffers, too)
-    if n_shards > 1:  # FSDP also holds two whole blocks, and all weights outside blocks
-        blocks = [models.count_parameters(module) for module in gathered_modules(model)]
-        held += 12 * (n_params - sum(blocks) + 2 * max(blocks, default=0))
-        held += 4 * sum(blocks) * (n_rows < most)  # gradients wait for the last micro-batch
+    gradients, gathered, dtype = n_params, 0, pick_dtype(s.dtype, 'cuda')
+    if n_shards > 1:  # FSDP gathers two blocks at a time, in `dtype`, and all else for the whole step, in fp32
+        blocks = gathered_modules(model)
+        for p in linear_weights(blocks):
+            p.data = p.data.to(dtype)
+        sizes = [sum(p.numel() for p in linear_weights([block])) for block in blocks]
+        others, two_blocks = n_params - sum(sizes), 2 * max(sizes, default=0)
+        gathered = 4 * others + dtype.itemsize * two_blocks
+        if n_rows == most:  # otherwise, gradients wait for the last micro-batch as a whole
+            gradients = n_params / n_shards + others + two_blocks
+    held = (4 * n_params + states) / n_shards + 4 * gradients + gathered
     share = f' (1/{n_shards}, and what FSDP gathers)' if n_shards > 1 else ''
     print(f'estimated memory per process: {held / 2**30:.2f} GiB for weights, gradients and {moments}{share}', end='',
           flush=True)
     if any(getattr(module, 'fast', None) for module in model.modules()):
         return print('; activations in the scan of a recurrent model are not estimated')
-    dtype = pick_dtype(s.dtype, 'cuda')
     try:
         with models.model_errors(s.model):
-            needed = held + activation_bytes(model, dtype, s.block_size, n_rows)
+            needed = held + activation_bytes(model, dtype, s.block_size, n_rows) + 2 ** 25  # cuBLAS's workspace
     except TimeoutError:
         return print(f'; activations are left out: a step of {s.block_size} tokens takes over '
                      f'{MAX_OPERATORS:,} operators')
@@ -174,36 +180,41 @@ class LiveBytes(TorchDispatchMode):
             out = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         else:
             out = operator(*args, **(kwargs or {}))
-        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
-            if storage._cdata not in self.sizes:
+        old = {storage._cdata for storage in self._storages(args)}  # also of weights, made outside
+        for storage in self._storages(out):
+            if storage._cdata not in self.sizes and storage._cdata not in old:
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._forget, storage._cdata)
         self.peak = max(self.peak, self.live)
         return out
 
+    def _storages(self, values):
+        return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
     def _forget(self, address):
         self.live -= self.sizes.pop(address)
 
 
-class FusedCrossEntropy(torch.autograd.Function):
-    """The memory of a compiled loss: it keeps the logits (N, V) and writes their gradient."""
+class Fused(torch.autograd.Function):
+    """The memory of a compiled loss or norm: the backward pass needs only the input x."""
 
     @staticmethod
-    def forward(ctx, logits, targets, reduction):
-        ctx.save_for_backward(logits)
-        return logits.new_empty(targets.shape if reduction == 'none' else ())
+    def forward(ctx, x, shape):
+        ctx.save_for_backward(x)
+        return x.new_empty(shape)
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.empty_like(ctx.saved_tensors[0]), None, None
+        return torch.empty_like(*ctx.saved_tensors), None
 
 
 class EmulateGPU(TorchFunctionMode):
-    """Matrix products in the dtype of the CPU's autocast, wherever that is on.
+    """Matrix products in the dtype of the CPU's autocast, wherever that is on, and compiled blocks.
 
-    Attention and cross-entropy are fused, and `.to(torch.float32)` takes no memory: the compiler
-    fuses it with what reads the result, which is the loss.
+    Attention, RMSNorm and cross-entropy are fused. `.to(torch.float32)` takes no memory: the
+    compiler fuses it with what reads the result, which is the loss. The gate of a SwiGLU is not
+    kept for the backward pass, which computes it again.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -216,21 +227,29 @@ class EmulateGPU(TorchFunctionMode):
         if function is torch.Tensor.to and args[0].dtype == dtype and torch.float32 in args:
             return args[0]
         if function is F.cross_entropy:
-            return FusedCrossEntropy.apply(*args[:2], kwargs.get('reduction', 'mean'))
-        return function(*(tree_map(cast, args) if function in PRODUCTS else args), **(kwargs or {}))
+            return Fused.apply(args[0], args[1].shape if kwargs.get('reduction') == 'none' else ())
+        if function is F.rms_norm:
+            return Fused.apply(args[0], args[0].shape)
+        if function in MUL:  # keep the input of a gate instead of the gate
+            args = [getattr(x, 'gate_of', x) for x in args]
+        out = function(*(tree_map(cast, args) if function in PRODUCTS else args), **(kwargs or {}))
+        if function in GATES:
+            out.gate_of = args[0]
+        return out
 
 
 def activation_bytes(model: torch.nn.Module, dtype: torch.dtype, T: int, n_rows: int) -> int:
     """Return peak bytes of forward and backward on n_rows windows, without weights and gradients.
 
-    model: on the meta device. Assumes one document per window. Memory inside our C and Triton
-    operators is not counted.
+    model: usually on the meta device. Assumes one document per window. Memory inside our C and
+    Triton operators is not counted.
     """
+    device = next(model.parameters()).device
     for p in model.parameters():
         p.grad = torch.empty_like(p)  # gradients exist from the second micro-batch on
-    tokens = torch.zeros(n_rows, T, dtype=torch.int64, device='meta')
+    tokens = torch.zeros(n_rows, T, dtype=torch.int64, device=device)
     autocast = torch.autocast('cpu', dtype, enabled=dtype != torch.float32)  # a model may turn it off
-    with LiveBytes() as live, torch.device('meta'), autocast, EmulateGPU():
+    with LiveBytes() as live, device, autocast, EmulateGPU():
         out = model(tokens, tokens)
         models.check_forward(out)
         loss = out['loss']

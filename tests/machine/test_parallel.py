@@ -333,19 +333,32 @@ def test_impossible_parallel_settings_give_a_clear_error(settings, sentence):
 
 
 def test_a_dry_run_counts_the_shard_of_one_process_and_the_moments_of_the_optimizer(tmp_path):
-    """16 bytes per parameter / 64, and what FSDP gathers and buffers. Muon keeps one moment."""
+    """16 bytes per parameter. With FSDP their 64th, and what is gathered. Muon keeps one moment."""
     args = ['train.py', *TINY, '--data=none', f'--out_dir={tmp_path / "run"}', '--n_layer=3', '--n_embd=512',
-            '--batch_size=64', '--dry_run', '--gpu_gib=1']
-    in_parts, whole, muon = (run(*args, *more).stdout for more in (
-        ['--parallel=fsdp', '--shard=64'], [], ['--optimizer=muon']))
+            '--batch_size=64', '--dry_run', '--gpu_gib=0.7']
+    fsdp = ['--parallel=fsdp', '--shard=64', '--dtype=bfloat16']
+    one, several, whole, muon = (run(*args, *more).stdout for more in (
+        fsdp, [*fsdp, '--batch_size=256', '--micro_batch_size=2'], [], ['--optimizer=muon']))
     model = dry_run.meta_model('standard', models.make_config('standard', {'n_layer': 3, 'n_head': 2, 'n_embd': 512}))
-    block, outside = sum(p.numel() for p in model.blocks[0].parameters()), 50304 * 512 + 512
-    matrices = sum(p.numel() for block in model.blocks for p in block.parameters() if p.dim() == 2)
+    n, matrices = models.count_parameters(model), sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
+    gathered = 4 * (n - matrices) + 2 * 2 * matrices / 3  # fp32, and two blocks in bf16
+    gradients = 4 * (n - matrices) + 4 * 2 * matrices / 3
     for held, printed, share in (
-            (16 * (outside + 3 * block) / 64 + 12 * (outside + 2 * block), in_parts, ' (1/64, and what FSDP gathers)'),
-            (16 * (outside + 3 * block), whole, ''), (16 * (outside + 3 * block) - 4 * matrices, muon, '')):
+            (16 * n / 64 + gathered + gradients, one, ' (1/64, and what FSDP gathers)'),
+            (12 * n / 64 + gathered + 4 * n, several, ' (1/64, and what FSDP gathers)'),
+            (16 * n, whole, ''), (16 * n - 4 * matrices, muon, '')):
         assert f' {held / 2**30:.2f} GiB for weights, gradients and moments{share}, ' in printed
-    assert 'a step fits 1 GiB' in in_parts and 'a step does not fit 1 GiB' in whole
+    assert 'a step fits 0.7 GiB' in one and 'a step does not fit 0.7 GiB' in whole
+
+
+def test_a_dry_run_does_not_count_weights_that_fsdp_gathers_in_bf16_as_activations():
+    model, estimates = dry_run.meta_model('standard', small_model().config), []
+    weights = wrapping.linear_weights(wrapping.gathered_modules(model))
+    for dtype in (torch.float32, torch.bfloat16):
+        for p in weights:
+            p.data = p.data.to(dtype)
+        estimates.append(dry_run.activation_bytes(model, torch.bfloat16, 16, 1))
+    assert estimates[0] - estimates[1] == pytest.approx(2 * sum(p.numel() for p in weights), rel=0.01)
 
 
 @pytest.mark.long

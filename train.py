@@ -19,6 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -224,10 +225,11 @@ def step_if_finite(optimizer, norm, skips):
         optimizer.step()
 
 
-def read_skips(s, step, skips) -> dict[str, int]:
+def read_skips(s, step, skips, writing) -> dict[str, int]:
     """Return {'skipped': steps skipped since the last call} or {}. UserError for three in a row."""
     n_skipped, _, most_in_a_row = map(int, skips.tolist())
     if most_in_a_row >= 3:
+        checkpoint.check_save(writing, wait=True)  # it may be the last good checkpoint
         lr = learning_rate(s, step * s.tokens_per_step)
         raise UserError(f'the gradients were not finite in three consecutive steps, at or before step {step}, with '
                         f'learning rate {lr:.2e}; these steps were skipped. {checkpoint.recovery_advice(s.out_dir)}')
@@ -294,7 +296,7 @@ def make_model(s, config, data, machine) -> torch.nn.Module:
 
 
 class Meter:
-    """Measure speed and training time, excluding evaluation and checkpointing."""
+    """Measure speed and training time, excluding evaluation and copying for a checkpoint."""
 
     def __init__(self, s, model, machine, step, seconds):
         self.tokens_per_step, self.seconds, self.machine = s.tokens_per_step, seconds, machine
@@ -336,8 +338,8 @@ def train(s, config, data, record, machine, argv):
     if machine.compiles:
         print('The first step and the first validation compile the model, which takes a minute or so.', flush=True)
     progress(f'step {step}/{s.n_steps}')
-    with terminal.catch_signals() as stop:
-        stopping, skips = False, torch.zeros(3, device=machine.device)
+    with terminal.catch_signals() as stop, ThreadPoolExecutor(1) as thread:  # which writes checkpoints
+        stopping, skips, writing = False, torch.zeros(3, device=machine.device), None
         while step < s.n_steps and not stopping:
             stopping = parallel.any_rank(bool(stop) or machine.is_orphan())  # stop after this step
             parts = train_step(model, ddp, optimizer, data, s, step, machine, skips)
@@ -350,7 +352,8 @@ def train(s, config, data, record, machine, argv):
             if not (log_due or save_due or eval_due):
                 continue
             line = {'step': step, 'tokens': step * s.tokens_per_step, 'lr': learning_rate(s, step * s.tokens_per_step),
-                    **{k: value.item() for k, value in parts.items()}, **meter.read(step), **read_skips(s, step, skips)}
+                    **{k: value.item() for k, value in parts.items()}, **meter.read(step),
+                    **read_skips(s, step, skips, writing)}
             minutes_left = (s.n_steps - step) * s.tokens_per_step / line['tokens_per_s'] / 60
             progress(f'step {step}/{s.n_steps} | loss {line["loss"]:.4f} | {line["tokens_per_s"]:,.0f} tokens/s | '
                      f'{minutes_left:.1f} minutes left')
@@ -361,11 +364,11 @@ def train(s, config, data, record, machine, argv):
                             f'per token{further}')
                 line |= found
             log.write(line)
+            checkpoint.check_save(writing, wait=save_due)
             if save_due:
-                with log.saving(step):
-                    checkpoint.save_training(s.out_dir, model, optimizer, step, meter.seconds, s.keep_checkpoints,
-                                             s.last_before_decay)
+                writing = checkpoint.save_training(s, model, optimizer, step, meter.seconds, thread)
             meter.restart(step)
+        checkpoint.check_save(writing, wait=True)
     log.close(finished=not stopping)
     if stopping:
         terminal.say(f'stopped after step {step}. Continue with: '

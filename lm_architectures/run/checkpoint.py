@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lm_architectures.files import UserError, is_number, remove, sha256, sync, warn_once, write_json
+from lm_architectures.files import UserError, is_number, open_in_run, remove, sha256, sync, warn_once, write_json
 from lm_architectures.machine import parallel
 
 FILES = ('model.safetensors', 'optimizer.safetensors')  # the second: tensors with '/' in their name
@@ -24,11 +25,10 @@ FILES = ('model.safetensors', 'optimizer.safetensors')  # the second: tensors wi
 
 # ---- training ----
 
-def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds: float, keep: int,
-                  always: int | None = None) -> None:
-    """Save a checkpoint from which training continues exactly.
+def save_training(s, model: torch.nn.Module, optimizer, step: int, seconds: float, thread: Executor) -> Future | None:
+    """Save a checkpoint from which training continues exactly, then remove older ones.
 
-    Random state is not saved: it is a function of seed and step. keep, always: see `remove_older`.
+    Random state is not saved: it is a function of seed and step. See `save_checkpoint`.
     """
     names, tensors = {p: name for name, p in model.named_parameters()}, checkpoint_tensors(model)
     rest = {}  # {parameter or group: {key: what is no tensor}}
@@ -38,10 +38,19 @@ def save_training(folder, model: torch.nn.Module, optimizer, step: int, seconds:
             if isinstance(value, torch.Tensor):
                 tensors[f'{key}/{name}'] = value
             else:
-                rest.setdefault(name, {})[key] = value
-    save_checkpoint(folder, step, tensors, {'step': step, 'seconds': seconds, 'optimizer': rest})
-    if parallel.rank() == 0:
-        remove_older(folder, step, keep, always)
+                rest.setdefault(name, {})[key] = copy.copy(value)  # it may be a list
+    state = {'step': step, 'seconds': seconds, 'optimizer': rest}
+    writing = save_checkpoint(s.out_dir, step, tensors, state, thread)
+    if writing:
+        thread.submit(remove_older, s.out_dir, step, s.keep_checkpoints, s.last_before_decay)
+    return writing
+
+
+def check_save(writing: Future | None, wait: bool) -> None:
+    """Raise the error of a save on all processes, if it has ended. wait: until it ends."""
+    has_ended = writing and (wait or writing.done())
+    if error := parallel.first_not_none(writing.exception() if has_ended else None):
+        raise error
 
 
 def made_with(group: dict) -> dict:
@@ -110,53 +119,59 @@ def recovery_advice(folder) -> str:
 
 # ---- writing one ----
 
-def save_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
-    """Write ckpt/step_<step> of a run folder atomically.
+def save_checkpoint(folder, step: int, tensors: dict, state: dict, thread: Executor | None = None) -> Future | None:
+    """Write ckpt/step_<step> of a run folder. UserError if a tensor is not finite.
 
     tensors: weights, and the optimizer's, which have a '/' in their name. state: a dict for
-    state.json. UserError if the disk is full or a tensor is not finite.
+    state.json. thread: writes a copy of them while training continues, and rank 0 returns its
+    future. None: this process, which is the only one, writes them now.
     """
     if bad := parallel.first_not_none(first_nonfinite(tensors)):
         raise UserError(f'{bad} contains NaN or infinity after step {step}, so no checkpoint was written. '
                         + recovery_advice(folder))
-    ckpt, whole, error = Path(folder) / 'ckpt', {}, None
+    whole = {}
     for name, tensor in tensors.items():  # one at a time: rank 0 gathers the shards
         full = parallel.full_tensor(tensor.detach())
         if parallel.rank() == 0:
-            whole[name] = full.cpu().contiguous()
-    if parallel.rank() == 0:
-        try:
-            write_checkpoint(ckpt, step, whole, state)
-        except (OSError, SafetensorError) as caught:
-            error = str(caught)
-            shutil.rmtree(ckpt / f'.writing_{step:08d}', ignore_errors=True)
-    if error := parallel.first_not_none(error):
+            whole[name] = full.to('cpu', copy=thread is not None)
+    if not thread:
+        write_checkpoint(folder, step, whole, state)
+    elif parallel.rank() == 0:
+        return thread.submit(write_checkpoint, folder, step, whole, state)
+
+
+def write_checkpoint(folder, step: int, tensors: dict, state: dict) -> None:
+    """Write a checkpoint atomically, and a line in the log. UserError if the disk is full."""
+    ckpt, log = Path(folder) / 'ckpt', Path(folder) / 'log.jsonl'
+    temporary, final = ckpt / '.writing', ckpt / f'step_{step:08d}'
+    try:
+        if log.exists():  # not for a model that was imported
+            sync(log)  # it is never behind the checkpoint
+        ckpt.mkdir(exist_ok=True)  # not the run folder, which may have been moved
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+        temporary.mkdir()
+        write_json(temporary / 'state.json', state)
+        for i, name in enumerate(FILES):
+            save_file({key: t.contiguous() for key, t in tensors.items() if ('/' in key) == i}, temporary / name)
+        names = ('state.json', *FILES)
+        (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
+        mode = (temporary / 'state.json').stat().st_mode
+        for path in temporary.iterdir():
+            with suppress(OSError):  # some file systems have no modes
+                path.chmod(mode)  # safetensors creates files that only their owner can read
+            sync(path)
+        sync(temporary)
+        remove(final)  # a damaged checkpoint that the resumed run skipped
+        os.replace(temporary, final)
+        sync(ckpt)
+        if log.exists():
+            with open_in_run(log, 'a') as lines:
+                lines.write(json.dumps({'saved': step}) + '\n')
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f'the checkpoint of step {step} could not be written to {ckpt} ({error}). Earlier checkpoints '
                         'are intact: free some disk space, or find the folder if it was moved, then continue with '
                         '--resume')
-
-
-def write_checkpoint(ckpt: Path, step: int, tensors: dict, state: dict) -> None:
-    """Write the files to a temporary folder, flush them to disk and give it its final name."""
-    temporary, final = ckpt / f'.writing_{step:08d}', ckpt / f'step_{step:08d}'
-    ckpt.mkdir(exist_ok=True)  # not the run folder, which may have been moved
-    for path in ckpt.glob('.writing_*'):  # of runs that were killed
-        shutil.rmtree(path, ignore_errors=True)
-    temporary.mkdir()
-    write_json(temporary / 'state.json', state)
-    for i, name in enumerate(FILES):
-        save_file({key: tensor for key, tensor in tensors.items() if ('/' in key) == i}, temporary / name)
-    names = ('state.json', *FILES)
-    (temporary / 'SHA256SUMS').write_text(''.join(f'{sha256(temporary / name)}  {name}\n' for name in names))
-    mode = (temporary / 'state.json').stat().st_mode
-    for path in temporary.iterdir():
-        with suppress(OSError):  # some file systems have no modes
-            path.chmod(mode)  # safetensors creates files that only their owner can read
-        sync(path)
-    sync(temporary)
-    remove(final)  # a damaged checkpoint that the resumed run skipped
-    os.replace(temporary, final)
-    sync(ckpt)
 
 
 # ---- reading one ----

@@ -163,15 +163,6 @@ class Records:
         if self.wandb:
             self.wandb.log(line, step=line['step'])
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Record that a checkpoint is saved inside. The log is never behind the checkpoint."""
-        if self.log:
-            os.fsync(self.log.fileno())
-        yield
-        if self.log:
-            self.log.write(json.dumps({'saved': step}) + '\n')
-
     def close(self, finished: bool) -> None:
         """End the wandb run and, if the run has finished, draw its loss.png."""
         if self.wandb:

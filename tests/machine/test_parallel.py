@@ -43,13 +43,36 @@ MODELS = {
     'context_ready_bptt': ['--model=context_ready', '--bptt=True', '--learning_rate=1e-3'],
 }
 
-# Runs several trainings in the same processes, to start them only once.
+# Runs several trainings in the same processes, to start them only once. Each checkpoint is written
+# after the next step, if there is one. The disk of a run named `full` is full.
 SEVERAL = '''
-import json, os, sys
+import json, os, sys, threading
 import train
+from lm_architectures.files import UserError
+from lm_architectures.run import checkpoint
+train_step, write, save_file = train.train_step, checkpoint.write_checkpoint, checkpoint.save_file
+done = [threading.Event() for _ in range(100)]
+def step_and_say(model, ddp, optimizer, data, s, step, *rest):
+    parts = train_step(model, ddp, optimizer, data, s, step, *rest)
+    for event in done[step + 1:step + 2 + (step + 1 == s.n_steps)]:
+        event.set()
+    return parts
+def write_late(folder, step, *rest):
+    assert done[step + 1].wait(60)
+    write(folder, step, *rest)
+def save_unless_full(tensors, path):
+    if path.parts[-4] == 'full':
+        raise OSError(28, 'No space left on device')
+    save_file(tensors, path)
+train.train_step, checkpoint.write_checkpoint, checkpoint.save_file = step_and_say, write_late, save_unless_full
 end, os._exit = os._exit, lambda code: None
 for argv in json.load(open(sys.argv[1])):
-    train.main(argv)
+    for event in done:
+        event.clear()
+    try:
+        train.main(argv)
+    except UserError as error:
+        print(error)
 end(0)
 '''
 
@@ -98,12 +121,13 @@ def copy_up_to(source, out, step):
 
 @pytest.fixture(scope='module')
 def trained(tiny_data, tmp_path_factory):
-    """Train standard_ddp and standard_fsdp on two processes; return their parent folder."""
+    """Train standard_ddp, full and standard_fsdp on two processes; return their parent folder."""
     folder = tmp_path_factory.mktemp('parallel')
     result = train_several(folder, 2, [
-        arguments(tiny_data, folder / f'standard_{kind}', 'standard', f'--parallel={kind}', '--sample_tokens=8')
-        for kind in ('ddp', 'fsdp')])
+        arguments(tiny_data, folder / name, 'standard', f'--parallel={kind}', '--sample_tokens=8')
+        for name, kind in (('standard_ddp', 'ddp'), ('full', 'fsdp'), ('standard_fsdp', 'fsdp'))])
     assert 'weights in 2 shards' in result.stdout
+    assert result.stdout.count('checkpoint of step 5 could not be written') == 2  # both processes stop
     return folder
 
 
@@ -316,10 +340,12 @@ def test_checkpointed_sharded_blocks_are_compiled_whole(monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_process_resumes_from_a_sharded_checkpoint(trained, tmp_path):
-    out = copy_up_to(trained / 'standard_fsdp', tmp_path / 'run', 10)
+@pytest.mark.parametrize('kind', ['ddp', 'fsdp'])
+def test_one_process_resumes_from_a_checkpoint_of_two(trained, tmp_path, kind):
+    """Which was written while they went on to train."""
+    out = copy_up_to(trained / f'standard_{kind}', tmp_path / 'run', 10)
     resume(out, 1, 10)
-    assert is_close(out, trained / 'standard_fsdp')
+    assert is_close(out, trained / f'standard_{kind}')
 
 
 @pytest.mark.parametrize('settings, sentence', [
@@ -419,5 +445,5 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_previous_one(tiny_data,
     assert run_on_processes(2, tmp_path, KILLED, *args).returncode != 0
     assert [path.name for path in checkpoint.checkpoints(tmp_path / 'run')] == ['step_00000005']
     resume(tmp_path / 'run', 2, 5)
-    assert not list((tmp_path / 'run/ckpt').glob('.writing_*'))
+    assert not (tmp_path / 'run/ckpt/.writing').exists()
     assert is_close(tmp_path / 'run', trained / 'standard_ddp')

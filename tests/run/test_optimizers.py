@@ -1,6 +1,8 @@
 """Any optimizer: a non-finite gradient changes nothing, training resumes bitwise; Muon's share."""
 import copy
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,7 +31,8 @@ class WithHistory(torch.optim.Optimizer):
             for p in (p for p in group['params'] if p.grad is not None):
                 state = self.state[p]
                 state['sum'] = state.get('sum', 0) + p.grad
-                state |= {'name': 'x', 'none': None, 'rates': [group['n'] ** -0.5, 2], 'half': p.grad.bfloat16()}
+                state |= {'name': 'x', 'none': None, 'half': p.grad.bfloat16()}
+                state.setdefault('rates', [1.0, 2])[0] *= 0.9
                 p.sub_(state['sum'] / group['total'], alpha=group['lr'] * state['rates'][0])
 
 
@@ -83,11 +86,17 @@ def test_a_step_that_is_not_finite_changes_nothing_and_training_resumes_bitwise(
     for got, want in zip([model.state_dict(), *optimizer.state.values()], before):
         assert_equal_states(got, want)
     train.check_state(optimizer)
-    checkpoint.save_training(tmp_path, model, optimizer, 3, 1.5, keep=2)
+    s, gate = train.Settings(out_dir=tmp_path), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(gate.wait)
+        checkpoint.save_training(s, model, optimizer, 3, 1.5, thread)
+        step(model, optimizer, 4)  # while the checkpoint waits to be written
+        gate.set()
     again, its_optimizer = make(name)
     assert folders.restore_training(tmp_path, again, its_optimizer) == (3, 1.5)
     assert again.saved.equal(model.saved) and not again.scratch.any()  # buffers
-    for seed in range(4, 6):
+    step(again, its_optimizer, 4)
+    for seed in range(5, 7):
         step(model, optimizer, seed)
         step(again, its_optimizer, seed)
     assert_equal_states(again.state_dict(), model.state_dict())

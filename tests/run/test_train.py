@@ -59,7 +59,10 @@ def test_other_models_and_optimizers_resume_with_the_same_losses_and_generate(ar
 
 
 def train_and_die(kind, when, command):
-    """Train until kill -9: after some seconds ('time'), or at the n-th write of a file."""
+    """Train until kill -9: after some seconds ('time'), or at the n-th write of a file.
+
+    Each checkpoint is then written after the next step.
+    """
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -75,10 +78,21 @@ def train_and_die(kind, when, command):
                 die()
             return function(*args, **kwargs)
         return wrapper
-    step, calls = train.train_step, []
+
+    def step_and_say(*args):
+        result = step(*args)
+        done[args[5] + 1].set()
+        return result
+
+    def write_late(folder, n, *rest):
+        assert done[n + 1].wait(60)
+        write(folder, n, *rest)
+    step, write, calls = train.train_step, checkpoint.write_checkpoint, []
+    done = [threading.Event() for _ in range(1000)]
     if kind == 'time':
         train.train_step = first_step
     else:
+        train.train_step, checkpoint.write_checkpoint = step_and_say, write_late
         for module, name in ((checkpoint, 'save_file'), (checkpoint, 'write_json'), (files, 'write_json'),
                              (checkpoint, 'sync'), (os, 'fsync'), (os, 'replace'), (shutil, 'rmtree')):
             setattr(module, name, counted(getattr(module, name)))

@@ -1,4 +1,4 @@
-r"""Speed and memory of any models, side by side: training steps or decoding.
+r"""Speed and memory of any models, side by side: training steps, saves or decoding.
 
     python -m bench.speed train "Standard: config/standard_s.py" "SPS: config/sps_s.py" --out=step_s
     python -m bench.speed train "compiled: config/gpn_small.py" \
@@ -12,6 +12,8 @@ train: one micro-batch and its optimizer step, as in train.py, on documents of a
 Llama does not keep documents apart: give both sides --mask_documents=False. `loss` is that of the
 first step, equal for sides that compute the same. MFU is defined as in train.py's log.
 Context-Ready draws its number of unrolls in each step, as in train.py.
+save: in one run, five steps, then steps during a save, --rounds times. The first step during a save
+includes copying weights and moments.
 decode: prompts of equal length, then greedy decoding. --new=1 times the prefill alone. On a GPU, a
 CUDA graph is captured in this time, so decode many tokens (--new=512).
 
@@ -20,9 +22,13 @@ side. Peak memory is measured in a process per side, without what that held befo
 """
 import itertools
 import shlex
+import statistics
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -35,7 +41,7 @@ from lm_architectures.decode.generation import generate
 from lm_architectures.files import MissingData, UserError
 from lm_architectures.hf.families import to_family
 from lm_architectures.machine.devices import DType, pick_dtype, start_processes
-from lm_architectures.run import run_settings
+from lm_architectures.run import checkpoint, run_settings
 from lm_architectures.run.dry_run import assumed_data
 from lm_architectures.run.models import count_parameters
 from lm_architectures.settings import check_ranges
@@ -77,6 +83,7 @@ class Side:
     run: Callable  # what is timed
     n_tokens: int  # of a call
     seconds_at_peak: float | None = None  # of a call, at the peak FLOP/s of the machine; None: unknown
+    trained: tuple = ()  # model and optimizer, of a side that trains
 
 
 def make_model(text: str) -> tuple:
@@ -115,7 +122,7 @@ def training(text: str, s: Settings) -> Side:
         return train.train_step(model, compiled, optimizer, data, t, next(steps), machine, skips)['loss']
     facts = {'parameters': count_parameters(model), 'dtype': str(machine.dtype)[6:], 'T': t.block_size,
              'batch': t.batch_size, 'loss': round(step().item(), 4)}
-    side, peak = Side(facts, step, idx.numel()), machine.peak_flops()
+    side, peak = Side(facts, step, idx.numel(), trained=(model, optimizer)), machine.peak_flops()
     if peak and hasattr(model, 'flops_per_token'):
         side.seconds_at_peak = side.n_tokens * model.flops_per_token(t.block_size) / peak
     return side
@@ -138,7 +145,30 @@ def decoding(text: str, s: Settings) -> Side:
     return Side(facts, decode, s.batch * s.new)
 
 
-KINDS = {'train': training, 'decode': decoding}
+def ms(function: Callable) -> float:
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def saving(text: str, s: Settings) -> dict:
+    """Return the facts of a side that trains, and of each save."""
+    side, saves = training(text, s), []
+    step = lambda: side.run().item()  # waits for a GPU
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
+        run = train.Settings(out_dir=folder)
+        for i in range(s.rounds):
+            before = statistics.median(ms(step) for _ in range(5))
+            copying = ms(lambda: checkpoint.save_training(run, *side.trained, i, 0.0, thread))
+            is_written, during = thread.submit(int), [copying + ms(step)]
+            while not is_written.done():
+                during.append(ms(step))
+            saves.append((before, copying, max(during), max(during) / before))
+    names = 'ms before', 'ms of copying', 'longest ms', 'longest over before'
+    return {**side.facts, **{name: [round(x, 2) for x in values] for name, values in zip(names, zip(*saves))}}
+
+
+KINDS = {'train': training, 'save': saving, 'decode': decoding}
 
 
 def peak_memory(kind: str, text: str, s: Settings) -> int:
@@ -154,8 +184,11 @@ def compare(s: Settings, kind: str = '', *arguments: str) -> Iterator[dict]:
     """Yield a row for each side. All models are in memory at the same time."""
     sides = {name: text for name, _, text in (side.partition(': ') for side in arguments) if text.strip()}
     if kind not in KINDS or not sides or len(sides) < len(arguments):
-        raise UserError('expected train or decode, then sides as "NAME: ARGUMENTS OF train.py", each with a name '
+        raise UserError('expected train, save or decode, then sides as "NAME: ARGUMENTS OF train.py", each with a name '
                         f'of its own, got {shlex.join([kind, *arguments])}: see --help')
+    if kind == 'save':
+        yield from ({'side': name, **saving(text, s)} for name, text in sides.items())
+        return
     peaks = {name: isolated(peak_memory, kind, text, s) for name, text in sides.items()} if s.memory else {}
     made, first = {name: KINDS[kind](text, s) for name, text in sides.items()}, next(iter(sides))
     seconds = alternate({name: side.run for name, side in made.items()}, s.rounds, warmup=1,

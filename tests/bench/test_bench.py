@@ -19,7 +19,8 @@ RESULTS = ROOT / 'bench/results'
 SMALL = '--n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --micro_batch_size=2'
 FAST = '--rounds=1', '--memory=False'
 TOKENS = '--prompt=8', '--new=4'
-PROGRAMS = ['papers.sps.inference', '--scales=xs', '--batch=2', *TOKENS], ['papers.context_ready.generation'], *(
+PROGRAMS = ['papers.sps.inference', '--scales=xs', '--batch=2', *TOKENS], ['papers.context_ready.generation'], [
+    'bench.speed', 'save', f'ours: {SMALL}', f'SPS: --model=sps {SMALL}', '--rounds=1'], *(
     ['bench.speed', kind, *(f'{side} {SMALL}' for side in sides), *TOKENS, *FAST]
     for kind in ('train', 'decode') for sides in (
         ['ours: --mask_documents=False', 'Llama: hf --mask_documents=False', 'SPS: config/sps_s.py'],

@@ -182,7 +182,8 @@ def save_with_code(record: dict, c, tensors: dict, n_rows: int, ends: int | list
         'model_type': 'language-model-architectures', 'model_config': dataclasses.asdict(c), 'vocab_size': n_rows,
         'dtype': str(dtype).removeprefix('torch.'), 'hidden_size': getattr(c, 'n_embd', None),
         'num_hidden_layers': getattr(c, 'n_layer', None), 'eos_token_id': ends,
-        'max_position_embeddings': record['settings']['block_size'], 'architectures': ['RunForCausalLM'],
+        'max_position_embeddings': record['settings']['block_size'],
+        'architectures': ['AutoModelForCausalLM'],  # `transformers serve` only loads classes of transformers
         'auto_map': {'AutoConfig': 'hf_model.RunConfig', 'AutoModel': 'hf_model.RunModel',
                      'AutoModelForCausalLM': 'hf_model.RunForCausalLM'}})
     save_file({f'model.{ours}': tensor for ours, tensor in tensors.items()}, folder / 'model.safetensors',

@@ -214,7 +214,7 @@ class RunForCausalLM(RunModel, GenerationMixin):
             self.decoding = None
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, use_cache=True, is_first_iteration=None,
-                                      next_sequence_length=None, **kwargs):
+                                      next_sequence_length=None, tokenizer=None, **kwargs):
         if attention_mask is not None and attention_mask.dim() == 2 and not attention_mask[:, -1].all():
             raise ValueError("a text to generate from ends with padding: set the tokenizer's padding_side to 'left'")
         return {'input_ids': input_ids, 'attention_mask': attention_mask, 'decode': use_cache, **kwargs}

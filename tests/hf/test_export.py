@@ -212,6 +212,17 @@ def test_inputs_that_would_be_ignored_are_refused(tmp_path):
             function(**{**ids, **inputs})
 
 
+def test_transformers_serve_can_load_and_run_it(tmp_path):
+    """It looks for the class in transformers, and gives its tokenizer to `generate`."""
+    exported(tmp_path, 'sps')
+    names = transformers.AutoConfig.from_pretrained(tmp_path / 'hf', trust_remote_code=True).architectures
+    model = load_exported(tmp_path / 'hf', getattr(transformers, names[0]))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf', trust_remote_code=True)
+    inputs, options = tokenizer('a text', return_tensors='pt'), {'max_new_tokens': 8, 'do_sample': False}
+    found = model.generate(**inputs, **options, tokenizer=tokenizer, stop_strings=['never said'])
+    assert found.equal(model.generate(**inputs, **options))
+
+
 def test_trl_trains_the_next_token_loss(tmp_path):
     """It applies the head by itself, to states that have gradients."""
     trl = pytest.importorskip('trl')

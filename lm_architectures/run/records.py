@@ -134,6 +134,7 @@ class Records:
             return
         self.id_file = Path(s.out_dir) / 'wandb_id'  # so that --resume continues the same wandb run
         if s.wandb_project:
+            from lm_architectures.run.weights_and_biases import start_wandb
             known = self.id_file.read_text() if s.resume and self.id_file.exists() else None
             self.wandb = start_wandb(s, config, known)
         if s.resume:
@@ -169,17 +170,6 @@ class Records:
             self.wandb.finish()
         if self.log and finished:
             plot_loss(self.s.out_dir)
-
-
-def start_wandb(s, config, known: str | None):
-    """Start or continue a run of Weights & Biases. known: its id, None for a new one."""
-    try:
-        import wandb
-        return wandb.init(project=s.wandb_project, name=s.out_dir, id=known, resume='allow',
-                          config=dataclasses.asdict(s) | dataclasses.asdict(config), allow_val_change=True)
-    except Exception as error:  # not installed, no key, no network
-        raise UserError(f'wandb could not start ({type(error).__name__}: {error}): pip install wandb, run '
-                        '`wandb login`, or set --wandb_project=None')
 
 
 # ---- log.jsonl ----

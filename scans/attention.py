@@ -129,17 +129,17 @@ def _head(b, stream, h, n_streams, T, H, D):
 
 
 @jit
-def _pointers(x, start, H, D: constexpr, BLOCK: constexpr):
-    """Return pointers (BLOCK, D) to positions start..start + BLOCK of the head at x."""
-    return x + tl.cast(start, tl.int64) * H * D + tl.arange(0, BLOCK)[:, None] * H * D + tl.arange(0, D)[None, :]
+def _pointers(x, first, H, D: constexpr, BLOCK: constexpr):
+    """Return pointers (BLOCK, D) to positions first..first + BLOCK of the head at x."""
+    return x + tl.cast(first, tl.int64) * H * D + tl.arange(0, BLOCK)[:, None] * H * D + tl.arange(0, D)[None, :]
 
 
 @jit
-def _load(x, start, T, H, D: constexpr, BLOCK: constexpr, FULL: constexpr):
-    """Load (BLOCK, D) at positions start..start + BLOCK; unless FULL, zeros from position T on."""
+def _load(x, first, T, H, D: constexpr, BLOCK: constexpr, FULL: constexpr):
+    """Load (BLOCK, D) at positions first..first + BLOCK; unless FULL, zeros from position T on."""
     if FULL:
-        return tl.load(_pointers(x, start, H, D, BLOCK))
-    return tl.load(_pointers(x, start, H, D, BLOCK), mask=(start + tl.arange(0, BLOCK) < T)[:, None], other=0.0)
+        return tl.load(_pointers(x, first, H, D, BLOCK))
+    return tl.load(_pointers(x, first, H, D, BLOCK), mask=(first + tl.arange(0, BLOCK) < T)[:, None], other=0.0)
 
 
 @jit
@@ -149,9 +149,9 @@ def _load_scalars(x, pos, T, other, FULL: constexpr):
 
 
 @jit
-def _store(x, start, T, H, tile, D: constexpr, BLOCK: constexpr):
-    pointers = _pointers(x, start, H, D, BLOCK)
-    tl.store(pointers, tile.to(x.dtype.element_ty), mask=(start + tl.arange(0, BLOCK) < T)[:, None])
+def _store(x, first, T, H, tile, D: constexpr, BLOCK: constexpr):
+    pointers = _pointers(x, first, H, D, BLOCK)
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=(first + tl.arange(0, BLOCK) < T)[:, None])
 
 
 @jit
@@ -164,12 +164,12 @@ def _query_tile(T, H, NQ: constexpr, BLOCK: constexpr):
 
 
 @jit
-def _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K: constexpr, FULL: constexpr):
+def _scores(q_tile, k_tile, q_pos, q_doc_start, k_first, strict, reach, BLOCK_K: constexpr, FULL: constexpr):
     """Return unscaled scores (queries, keys), -inf where the query does not see the key."""
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision='ieee')
     if not FULL:
-        k_pos = n + tl.arange(0, BLOCK_K)
-        seen = _sees(q_pos[:, None], start[:, None], k_pos[None, :], strict, reach)
+        k_pos = k_first + tl.arange(0, BLOCK_K)
+        seen = _sees(q_pos[:, None], q_doc_start[:, None], k_pos[None, :], strict, reach)
         s = tl.where(seen, s, float('-inf'))
     return s
 
@@ -181,7 +181,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
     b, h, q_stream, first, last = _query_tile(T, H, NQ, BLOCK_Q)
     HK, doc_start, scale = H // GROUP, doc_start + b * T, scale * 1.4426950408889634  # log2(e): softmax in base 2
     q_pos = first + tl.arange(0, BLOCK_Q)
-    start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
+    q_doc_start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
     head = _head(b, q_stream, h, NQ, T, H, D)
     q_tile = _load(q + head, first, T, H, D, BLOCK_Q, False)
 
@@ -195,10 +195,10 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
         walk = _walk_keys(first, last, doc_start, strict, reach, BLOCK_K)
         for FULL in tl.static_range(2):
             for i in range(_tile_count(walk, FULL)):
-                n = _tile_start(walk, i, FULL, BLOCK_K)
-                k_tile = _load(k + k_head, n, T, HK, D, BLOCK_K, FULL)
-                v_tile = _load(v + k_head, n, T, HK, D, BLOCK_K, FULL)
-                s = _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K, FULL)
+                k_first = _tile_start(walk, i, FULL, BLOCK_K)
+                k_tile = _load(k + k_head, k_first, T, HK, D, BLOCK_K, FULL)
+                v_tile = _load(v + k_head, k_first, T, HK, D, BLOCK_K, FULL)
+                s = _scores(q_tile, k_tile, q_pos, q_doc_start, k_first, strict, reach, BLOCK_K, FULL)
                 m_new = tl.maximum(m, tl.max(s, 1) * scale)
                 p = tl.exp2(s * scale - m_new[:, None])
                 shrink = tl.exp2(m - m_new)
@@ -217,7 +217,7 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
     b, h, q_stream, first, last = _query_tile(T, H, NQ, BLOCK_Q)
     HK, doc_start = H // GROUP, doc_start + b * T
     q_pos = first + tl.arange(0, BLOCK_Q)
-    start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
+    q_doc_start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
     head = _head(b, q_stream, h, NQ, T, H, D)
     q_tile = _load(q + head, first, T, H, D, BLOCK_Q, False)
     out_tile = _load(out + head, first, T, H, D, BLOCK_Q, False)
@@ -235,10 +235,10 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
         walk = _walk_keys(first, last, doc_start, strict, reach, BLOCK_K)
         for FULL in tl.static_range(2):
             for i in range(_tile_count(walk, FULL)):
-                n = _tile_start(walk, i, FULL, BLOCK_K)
-                k_tile = _load(k + k_head, n, T, HK, D, BLOCK_K, FULL)
-                v_tile = _load(v + k_head, n, T, HK, D, BLOCK_K, FULL)
-                s = _scores(q_tile, k_tile, q_pos, start, n, strict, reach, BLOCK_K, FULL)
+                k_first = _tile_start(walk, i, FULL, BLOCK_K)
+                k_tile = _load(k + k_head, k_first, T, HK, D, BLOCK_K, FULL)
+                v_tile = _load(v + k_head, k_first, T, HK, D, BLOCK_K, FULL)
+                s = _scores(q_tile, k_tile, q_pos, q_doc_start, k_first, strict, reach, BLOCK_K, FULL)
                 p = tl.exp2(s * (scale * 1.4426950408889634) - q_lse[:, None])
                 dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision='ieee')
                 ds = p * (dp - q_delta[:, None])
@@ -277,16 +277,16 @@ def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, 
             walk = _walk(first + strict, last + strict, end_of_first, end, BLOCK_Q)
             for FULL in tl.static_range(2):
                 for i in range(_tile_count(walk, FULL)):
-                    n = _tile_start(walk, i, FULL, BLOCK_Q)
-                    q_pos = n + tl.arange(0, BLOCK_Q)
-                    q_tile = _load(q + head, n, T, H, D, BLOCK_Q, FULL)
-                    grad_tile = _load(grad + head, n, T, H, D, BLOCK_Q, FULL)
+                    q_first = _tile_start(walk, i, FULL, BLOCK_Q)
+                    q_pos = q_first + tl.arange(0, BLOCK_Q)
+                    q_tile = _load(q + head, q_first, T, H, D, BLOCK_Q, FULL)
+                    grad_tile = _load(grad + head, q_first, T, H, D, BLOCK_Q, FULL)
                     q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), FULL)
                     q_delta = _load_scalars(delta + row, q_pos, T, 0.0, FULL)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision='ieee')  # (keys, queries)
                     if not FULL:
-                        start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
-                        seen = _sees(q_pos[None, :], start[None, :], k_pos[:, None], strict, reach)
+                        q_doc_start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
+                        seen = _sees(q_pos[None, :], q_doc_start[None, :], k_pos[:, None], strict, reach)
                         s = tl.where(seen, s, float('-inf'))
                     p = tl.exp2(s * (scale * 1.4426950408889634) - q_lse[None, :])
                     dv_acc = tl.dot(p.to(grad_tile.dtype), grad_tile, dv_acc, input_precision='ieee')

@@ -4,6 +4,9 @@ As plain PyTorch, it is several kernels, and each moves the memory M, most of th
 Here, the forward is one kernel that reads and writes M once. The backward is one that reads M and
 the gradient of the new M, and writes that of M. Both compute in the dtype of their inputs.
 
+scans/recurrent.py keeps each token's read and passes it back as `known`. So its backward pass
+writes M only to rebuild it: the gradient needs no second forward.
+
 `fast_on_gpu` pins them to the code that they compute. After an edit of it, change both kernels,
 then run `pytest tests/scans/test_delta.py`. It compares them, and shows the digest for PINS.
 
@@ -141,13 +144,13 @@ class _DeltaRule(torch.autograd.Function):
         return *_backward_op(grad, grad_read, *ctx.saved_tensors), None
 
 
-@wrap_torch_function(lambda memory, *others, **known: (memory,))  # so that recurrent.py sees the call
+@wrap_torch_function(lambda memory, *others, **known: (memory,))  # so that products.py sees the call
 def kernels(memory, k, v, beta, decay, q, known=None):
     """Compute `delta_rule`. known: the read; then only the memory is computed."""
     return _DeltaRule.apply(memory, k, v, beta, decay, q, known)
 
 
-kernels.keeps = True  # the read, see recurrent.py
+kernels.keeps = True  # the read, see products.py
 
 
 def _compute(rule, memory, *others):

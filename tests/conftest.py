@@ -38,7 +38,7 @@ from lm_architectures.run import checkpoint, folders, models, records
 from scans import recurrent
 
 sys.modules['lm_architectures.scans'] = scans  # one copy for `import model_gpn` and `model_file('gpn')`
-for scan in ('attention', 'delta', 'gdn', 'recurrent'):
+for scan in ('attention', 'delta', 'gdn', 'products', 'recurrent'):
     sys.modules[f'lm_architectures.scans.{scan}'] = importlib.import_module(f'scans.{scan}')
 os.environ.pop('TRITON_INTERPRET', None)
 scans.KERNELS_ON_CPU = False
@@ -98,7 +98,7 @@ def gpu_form(monkeypatch):
     """Return a GPU, or a CPU that runs the graphs of a GPU, without CUDA graphs."""
     if torch.cuda.is_available():
         return 'cuda'
-    monkeypatch.setattr(recurrent, 'on_gpu', lambda tensor: True)
+    monkeypatch.setattr('scans.products.on_gpu', lambda tensor: True)
     monkeypatch.setattr(recurrent, '_CudaGraph', Rerun)
     return 'cpu'
 

@@ -13,7 +13,7 @@ from test_gpn import SMALL
 
 import model_gpn
 import scans
-from scans import recurrent
+from scans import products, recurrent
 
 EDITS = sorted(path.stem for path in (ROOT / 'papers/gpn/edits').glob('gpn_*.py'))
 
@@ -94,7 +94,7 @@ def test_a_step_with_all_kinds_of_parameters(values, form):
 
 
 def test_replays_overwrite_no_results(gpu_form):
-    """Two forward passes, then their backward passes, after one without gradients."""
+    """Two forward passes, then their backward passes, after one without gradients and an update."""
     torch.manual_seed(0)
     module, found = Mixed().double().to(gpu_form), []
     first = [torch.randn(3, 16).double().to(gpu_form), torch.zeros(3, 16, 16).double().to(gpu_form)]
@@ -102,6 +102,8 @@ def test_replays_overwrite_no_results(gpu_form):
     params = [p for name, p in module.named_parameters() if 'unread' not in name]
     with torch.inference_mode():
         recurrent.scan(module, module.step, [*x[:2]], first, segment_len=4)
+    with torch.no_grad():
+        module.both.weight *= 0.5
     for scan, more in ((plain_scan, {}), (recurrent.scan, dict(segment_len=4))):
         outs = [scan(module, module.step, [*part], first, **more) for part in x.split(2)]
         found.append([*outs, *(torch.autograd.grad(out.square().sum(), params) for out in outs)])
@@ -110,12 +112,12 @@ def test_replays_overwrite_no_results(gpu_form):
 
 def test_products_of_one_input_are_one_group():
     model, _ = random_model(model_gpn, 3, **SMALL)
-    arguments = torch.randn(3, 24).double(), *model.first_state(3)
-    plan = recurrent.Recurrence(model.step, dict(model.named_parameters()), arguments)
-    names = [[w.removesuffix('.weight') for w, _ in group] for group in plan.groups]
+    step = products.Step(model.step, model, [torch.randn(3, 24).double(), *model.first_state(3)])
+    names = [[w.removesuffix('.weight') for w, _ in group] for group in step.groups]
     assert names == [['ground_gate'], ['write.key'], ['write.value', 'write.beta', 'write.decay'], ['layers.0.gate_up'],
                      ['layers.0.gate'], ['layers.0.ffn_out'], ['layers.0.query', 'layers.0.read_gate'],
                      ['layers.0.read_out']]
+    assert all(columns.start % 16 == 0 for _, columns in step.places)  # aligned for a GPU
 
 
 @pytest.mark.parametrize('name', EDITS)
@@ -164,6 +166,9 @@ class Cell(nn.Module):
 
     def masked(self, x, keep, h):
         return torch.tanh(x + keep * self.recur(h)),
+
+    def scaled(self, x, h):
+        return torch.tanh(x + self.scale * self.recur(h)),
 
     def delayed(self, x, h, third, second, first):
         return torch.tanh(x + self.recur(h) + third), second, first, h
@@ -228,11 +233,20 @@ def test_a_mask_may_be_an_input(form):
 
 def test_a_state_made_of_narrow_products_is_kept_in_fp32(gpu_form):
     torch.manual_seed(0)
-    cell, x, first, z = Cell(), torch.randn(3, 16), torch.zeros(3, 16), torch.empty(3, 16, dtype=torch.bfloat16)
-    recurrence = recurrent.Recurrence(cell.of_product, dict(cell.named_parameters()), (x, first), torch.bfloat16)
-    state, = recurrence.run(recurrence.at_fixed_addresses(recurrence.merge()), [x], [], [first], [z], known=False)[0]
+    cell, x, first = Cell(), torch.randn(3, 16), torch.zeros(3, 16)
+    recurrence = recurrent.Recurrence(cell, cell.of_product, [x], [first], resets=False, dtype=torch.bfloat16)
+    constants = [a for part in recurrence.step.parameters() for a in part]
+    state, z = recurrence.forward(recurrence.at_fixed_addresses(constants, object()), [x], [first])
+    assert z.dtype == torch.bfloat16
     assert state.dtype == torch.float32
     torch.testing.assert_close(state, *cell.of_product(x, first), rtol=0, atol=0.03)
+
+
+def test_a_step_that_reads_a_buffer_is_refused():
+    cell, x, first = Cell(), torch.randn(3, 5, 16), torch.zeros(3, 16)
+    cell.register_buffer('scale', torch.ones(16))
+    with pytest.raises(ValueError, match=r'a step must not read a buffer, here scale: pass it in x, as \(B, T'):
+        recurrent.scan(cell, cell.scaled, [x], [first])
 
 
 class Wrong(Cell):

@@ -307,7 +307,7 @@ class Model(nn.Module):
             return torch.cat(zs[1:], 1)
 
     def states(self, idx):
-        """Return z of the last unroll (section 3.2), or with bptt of streaming: (B, T, C)."""
+        """Return z (B, T, C) of the last unroll (section 3.2) or, with bptt, of streaming."""
         if self.config.bptt:
             return self.stream(idx)
         K = self.drawn.n_unrolls if self.training else self.config.K

@@ -1,4 +1,4 @@
-"""The commands of docs/recipes.md run, in order, on a small text with small models."""
+"""The commands of docs/recipes.md and recurrent.md run, in order, with small data and models."""
 import json
 import re
 import shlex
@@ -20,9 +20,10 @@ from variants import decode_in_pieces
 from lm_architectures.hf import export
 
 RECIPES = dict(re.findall(r'^## ([^\n]*)\n(.*?)(?=^## |\Z)', (ROOT / 'docs/recipes.md').read_text(), re.M | re.S))
+RECIPES[CACHE := 'A decoding cache'] = (ROOT / 'docs/recurrent.md').read_text()
 SIZES = ['--n_layer=1', '--n_head=2', '--n_embd=16']
 SHORT = [*NO_SIZES, '--max_tokens=512', '--warmup_tokens=0']
-PAPER, CACHE = "A paper's table, on 8 GPUs", 'A cache of your own'
+PAPER = "A paper's table, on 8 GPUs"
 LONG = 'A sweep of learning rates', 'LoRA on an export', 'Serving over HTTP'  # start other processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore'), pytest.mark.usefixtures('code_folder')]

@@ -745,8 +745,8 @@ def check_shape(c, **least):
     c.n_kv_head = getattr(c, 'n_kv_head', None) or c.n_head
     head_size = getattr(c, 'head_size', None) or c.n_embd / c.n_head
     if head_size % 2:
-        raise ValueError(f'head_size = {head_size:g}, with n_embd = {c.n_embd} and n_head = {c.n_head}: expected an even '
-                         'whole number')
+        raise ValueError(f'head_size = {head_size:g}, with n_embd = {c.n_embd} and n_head = {c.n_head}: expected an '
+                         'even whole number')
     c.head_size = int(head_size)
     if c.n_head % c.n_kv_head:
         raise ValueError(f'n_kv_head = {c.n_kv_head}: expected a divisor of n_head = {c.n_head}')

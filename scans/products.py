@@ -92,7 +92,7 @@ class Step:
             return func(*args, **kwargs)
 
         def inputs_of_products(*arguments):
-            with _Calls(record):
+            with _Calls(record), torch.no_grad():  # else checkpointing would count what autograd saves here
                 step(*arguments)
             return inputs
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 from references import assert_near, random_model
 from test_gpn import SMALL
+from torch.utils.checkpoint import checkpoint
 
 import model_gpn
 import scans
@@ -221,6 +222,15 @@ def test_a_state_may_be_passed_on(form):
     cell, x, first = Cell().double(), torch.randn(3, 6, 16).double(), [*torch.zeros(4, 3, 16).double()]
     outs = (recurrent.scan(cell, cell.delayed, [x], first, segment_len=2), plain_scan(cell, cell.delayed, [x], first))
     torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), cell.recur.weight) for out in outs))
+
+
+def test_activation_checkpointing():
+    """The first scan, which makes the graphs, saves as many tensors as the second."""
+    torch.manual_seed(0)
+    cell, x, first = Cell().double(), torch.randn(3, 5, 16).double(), torch.zeros(3, 16).double()
+    want = torch.autograd.grad(plain_scan(cell, cell.step, [x], [first]).sum(), cell.recur.weight)
+    out = checkpoint(recurrent.scan, cell, cell.step, [x], [first], use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), cell.recur.weight), want)
 
 
 def test_a_mask_may_be_an_input(form):

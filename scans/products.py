@@ -80,11 +80,12 @@ class Step:
         products, inputs, plain, groups = [], [], {}, {}
 
         def record(func, args, kwargs):
+            reads = args, kwargs
             if func is F.linear and (pair := self.names_of(*args, **kwargs)):
                 products.append(pair)
                 inputs.append(args[0])
-                return func(*args, **kwargs)
-            for a in map(id, tree_leaves((args, kwargs))):
+                reads = args[0]
+            for a in map(id, tree_leaves(reads)):
                 if a in buffers:
                     raise ValueError(f'a step must not read a buffer, here {buffers[a]}: pass it in x, as (B, T, ...)')
                 if a in names:
@@ -129,10 +130,11 @@ class Step:
             if func is F.linear and self.names_of(*args, **kwargs):
                 i, columns = next(places)
                 if i == len(zs):  # the first product of a group
-                    y, w = args[0].flatten(0, -2).to(weights[i].dtype), weights[i]
+                    y, w = plain.get(id(args[0]), args[0]), weights[i]
+                    y = y.reshape(-1, y.shape[-1]).to(w.dtype)
                     ys.append(y)
                     zs.append(_KnownProduct.apply(y, w, known[i]) if known else product(y, w, biases[i]))
-                return zs[i][:, columns].unflatten(0, args[0].shape[:-1])
+                return zs[i][:, columns].reshape(*args[0].shape[:-1], -1)
             args, kwargs = tree_map(lambda a: plain.get(id(a), a), (args, kwargs))
             if not hasattr(func, 'keeps'):
                 return func(*args, **kwargs)

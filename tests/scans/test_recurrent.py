@@ -1,5 +1,6 @@
 """scans/recurrent.py: values and gradients of compiled steps equal those of a plain loop."""
 import copy
+import functools
 import importlib
 import re
 
@@ -63,7 +64,7 @@ class Mixed(nn.Module):
         memory = 0.9 * memory + torch.einsum('bi,bj->bij', gate, self.both(h))
         heads = self.per_head((h @ self.plain).unflatten(-1, (self.heads, -1))).flatten(1)
         more = F.linear(h, weight=self.keyword.weight, bias=2 * self.keyword.bias)
-        return torch.tanh(heads + gate + add + memory.sum(-1) + more), memory
+        return torch.tanh(heads + gate + add + memory.sum(-1) + more + self.both(self.scale)), memory
 
     def other_step(self, x, add, h, memory):
         return torch.tanh(self.gate(h) + self.unread(x)), memory
@@ -171,6 +172,9 @@ class Cell(nn.Module):
     def scaled(self, x, h):
         return torch.tanh(x + self.scale * self.recur(h)),
 
+    def of_buffer(self, x, h):
+        return torch.tanh(x + h + self.recur(self.scale)),
+
     def delayed(self, x, h, third, second, first):
         return torch.tanh(x + self.recur(h) + third), second, first, h
 
@@ -252,11 +256,12 @@ def test_a_state_made_of_narrow_products_is_kept_in_fp32(gpu_form):
     torch.testing.assert_close(state, *cell.of_product(x, first), rtol=0, atol=0.03)
 
 
-def test_a_step_that_reads_a_buffer_is_refused():
+@pytest.mark.parametrize('step', [Cell.scaled, Cell.of_buffer])
+def test_a_step_that_reads_a_buffer_is_refused(step):
     cell, x, first = Cell(), torch.randn(3, 5, 16), torch.zeros(3, 16)
     cell.register_buffer('scale', torch.ones(16))
     with pytest.raises(ValueError, match=r'a step must not read a buffer, here scale: pass it in x, as \(B, T'):
-        recurrent.scan(cell, cell.scaled, [x], [first])
+        recurrent.scan(cell, functools.partial(step, cell), [x], [first])
 
 
 class Wrong(Cell):

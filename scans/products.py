@@ -82,7 +82,7 @@ class Step:
         def record(func, args, kwargs):
             reads = args, kwargs
             if func is F.linear and (pair := self.names_of(*args, **kwargs)):
-                products.append(pair)
+                products.append((*pair, args[0]._version))
                 inputs.append(args[0])
                 reads = args[0]
             for a in map(id, tree_leaves(reads)):
@@ -95,10 +95,12 @@ class Step:
         def inputs_of_products(*arguments):
             with _Calls(record), torch.no_grad():  # else checkpointing would count what autograd saves here
                 step(*arguments)
+            if any(y._version > version for y, (*_, version) in zip(inputs, products)):
+                raise ValueError("a step must not change a product's input in place: use y = y + z for y += z")
             return inputs
 
-        nodes = make_fx(inputs_of_products)(*arguments).graph.output_node().args[0]  # a value is a node
-        for y, (w, b) in zip(nodes, products):
+        graph = make_fx(inputs_of_products)(*map(torch.clone, arguments)).graph
+        for y, (w, b, _) in zip(graph.output_node().args[0], products):  # each value is a node
             group = groups.setdefault(y, [])
             start = sum(len(padded(self.named[name])) for name, _ in group)
             self.places.append((list(groups).index(y), slice(start, start + len(self.named[w]))))
@@ -131,10 +133,9 @@ class Step:
                 i, columns = next(places)
                 if i == len(zs):  # the first product of a group
                     y, w = plain.get(id(args[0]), args[0]), weights[i]
-                    y = y.reshape(-1, y.shape[-1]).to(w.dtype)
-                    ys.append(y)
-                    zs.append(_KnownProduct.apply(y, w, known[i]) if known else product(y, w, biases[i]))
-                return zs[i][:, columns].reshape(*args[0].shape[:-1], -1)
+                    ys.append(y.reshape(-1, y.shape[-1]).to(w.dtype))
+                    zs.append(_KnownProduct.apply(ys[i], w, known[i]) if known else product(ys[i], w, biases[i]))
+                return zs[i][:, columns].reshape(*args[0].shape[:-1], -1).clone()  # a step may change it in place
             args, kwargs = tree_map(lambda a: plain.get(id(a), a), (args, kwargs))
             if not hasattr(func, 'keeps'):
                 return func(*args, **kwargs)

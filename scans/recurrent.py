@@ -112,14 +112,14 @@ class Recurrence:
 
     def call(self, function, *parts):
         """Call forward, rebuild or backward. The first call traces it in Python and compiles it."""
-        if function.__name__ not in self.compiled:
+        name = function.__name__
+        if name not in self.compiled:
             tensors, spec = tree_flatten(parts)
             examples = [torch.empty_like(a) for a in tensors]  # make_fx would take a tensor given twice for one input
             graph = make_fx(lambda *a: function(*tree_unflatten(a, spec)), tracing_mode='fake')(*examples)
             fake = [node.meta['val'] for node in graph.graph.find_nodes(op='placeholder')]  # Inductor caches these
-            options = OPTIONS[tensors[0].device.type]
-            self.compiled[function.__name__] = torch._inductor.compile(graph, fake, options=options)
-        return self.compiled[function.__name__](*(a for part in parts for a in part))
+            self.compiled[name] = torch._inductor.compile(graph, fake, options=OPTIONS[tensors[0].device.type])
+        return self.compiled[name](*(a for part in parts for a in part))
 
     # ---- a segment: x, z and grad are (S, B, ...) ----
 
@@ -232,7 +232,7 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
     is_narrow = products.on_gpu(x[0]) and torch.is_autocast_enabled(kind) and first[0].dtype == torch.float32
     dtype = torch.get_autocast_dtype(kind) if is_narrow else None
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters
-    arguments = [a[:, 0].detach().clone() for a in x], [s.clone() for s in first]
+    arguments = [a[:, 0] for a in x], first
     # a new batch size is compiled anew. Old ones are kept, on a GPU with a copy of the parameters
     key = (step, module.training, carry_mask is None, dtype, x[0].device,
            *((name, a.shape, a.dtype) for name, a in [*enumerate(tree_leaves(arguments)), *named.items()]))

@@ -175,6 +175,16 @@ class Cell(nn.Module):
     def of_buffer(self, x, h):
         return torch.tanh(x + h + self.recur(self.scale)),
 
+    def in_place(self, x, h):
+        z = self.recur(h)
+        z += x
+        return F.leaky_relu(z, 0.1, inplace=True),
+
+    def input_in_place(self, x, h):
+        y = h + x
+        y += self.recur(y)
+        return y,
+
     def delayed(self, x, h, third, second, first):
         return torch.tanh(x + self.recur(h) + third), second, first, h
 
@@ -254,6 +264,16 @@ def test_a_state_made_of_narrow_products_is_kept_in_fp32(gpu_form):
     assert z.dtype == torch.bfloat16
     assert state.dtype == torch.float32
     torch.testing.assert_close(state, *cell.of_product(x, first), rtol=0, atol=0.03)
+
+
+def test_a_step_may_change_the_result_of_a_product_in_place_but_not_its_input(form):
+    torch.manual_seed(0)
+    cell, x, first = Cell().double(), torch.randn(3, 5, 16).double(), torch.zeros(3, 16).double()
+    found, want = (torch.autograd.grad(scan(cell, cell.in_place, [x], [first]).square().sum(), cell.recur.weight)
+                   for scan in (recurrent.scan, plain_scan))
+    torch.testing.assert_close(found, want)
+    with pytest.raises(ValueError, match="must not change a product's input in place"):
+        recurrent.scan(cell, cell.input_in_place, [x], [first])
 
 
 @pytest.mark.parametrize('step', [Cell.scaled, Cell.of_buffer])

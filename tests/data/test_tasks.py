@@ -304,9 +304,11 @@ def test_a_malformed_city_file_gives_a_clear_error(text, city, tmp_path):
 def test_a_city_is_read_from_a_pickle_without_running_its_code(tmp_path):
     (tmp_path / 'city.pkl').write_bytes(pickle.dumps({(a, turn): b for a, turn, b in CITY}))
     assert read_edges(f'{tmp_path}/city.pkl') == [(str(a), turn, str(b)) for a, turn, b in CITY]
-    (tmp_path / 'city.pkl').write_bytes(pickle.dumps(tmp_path))
-    with pytest.raises(UserError, match='which is not plain data'):
-        read_edges(f'{tmp_path}/city.pkl')
+    for content, why in ((pickle.dumps(tmp_path), 'which is not plain data'), (b'', 'EOFError'),
+                         (pickle.dumps(CITY), "'list' object has no attribute 'items'")):
+        (tmp_path / 'city.pkl').write_bytes(content)
+        with pytest.raises(UserError, match=f'city.pkl is not a city .*{why}'):
+            read_edges(f'{tmp_path}/city.pkl')
 
 
 # ---- scores ----

@@ -175,7 +175,7 @@ def read_edges(path: str) -> list[tuple[str, str, str]]:
         if (not edges or nodes & directions or not all(re.fullmatch(r'\w+', word) for word in nodes | directions)
                 or len({(a, direction) for a, direction, _ in edges}) < len(edges)):
             raise ValueError('a word is missing or misplaced, or two edges leave a node in the same direction')
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle may raise any
         kind = MissingData if isinstance(error, FileNotFoundError) else UserError
         raise kind(f'edges = {path} is not a city ({type(error).__name__}: {error}): expected {{"edges": [[node, '
                    'direction, neighbor], ...]}, words or numbers; leave out edges for a grid')

@@ -112,14 +112,13 @@ class Recurrence:
 
     def call(self, function, *parts):
         """Call forward, rebuild or backward. The first call traces it in Python and compiles it."""
-        name = function.__name__
-        if name not in self.compiled:
+        if function not in self.compiled:
             tensors, spec = tree_flatten(parts)
             examples = [torch.empty_like(a) for a in tensors]  # make_fx would take a tensor given twice for one input
             graph = make_fx(lambda *a: function(*tree_unflatten(a, spec)), tracing_mode='fake')(*examples)
             fake = [node.meta['val'] for node in graph.graph.find_nodes(op='placeholder')]  # Inductor caches these
-            self.compiled[name] = torch._inductor.compile(graph, fake, options=OPTIONS[tensors[0].device.type])
-        return self.compiled[name](*(a for part in parts for a in part))
+            self.compiled[function] = torch._inductor.compile(graph, fake, options=OPTIONS[tensors[0].device.type])
+        return self.compiled[function](*(a for part in parts for a in part))
 
     # ---- a segment: x, z and grad are (S, B, ...) ----
 
@@ -152,7 +151,7 @@ class Recurrence:
                 constants = self.at_fixed_addresses(constants, scan_id)
             if not self.on_gpu or len(x[0]) != self.full_length:
                 return function(constants, *inputs)
-            key = function.__name__, len(x[0])
+            key = function, len(x[0])
             if key not in self.cuda_graphs:
                 self.cuda_graphs[key] = _CudaGraph(functools.partial(function, constants), inputs)
             return self.cuda_graphs[key].replay(inputs)

@@ -120,7 +120,7 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     queries, device, trains = queries or keys, torch.device(device), torch.is_grad_enabled()
     length_recurs = trains or T % FLEX_BLOCK == 0  # unlike most lengths of prompts
     may_keep = doc_start is None and not hasattr(model, 'score_bias')
-    kept, key = vars(model).setdefault('kept_masks', KeptMasks()), _mask_key(model, T, device)
+    kept, key = vars(model).setdefault('kept_masks', NotCopied()), _mask_key(model, T, device)
     kept_key, mask = kept.get((keys, queries), (None, None))
     if may_keep and kept_key == key:
         return mask
@@ -161,11 +161,11 @@ def _mask_key(model, T, device):
     return T, device, torch.is_grad_enabled(), torch.is_autocast_enabled('cpu'), code, plain, structure
 
 
-class KeptMasks(dict):
-    """A model's kept masks, {(keys, queries): (key, mask)}. Copies of the model start with none."""
+class NotCopied(dict):
+    """What a module keeps, such as masks, {(keys, queries): (key, mask)}. Its copies start with none."""
 
     def __reduce__(self):
-        return KeptMasks, ()
+        return NotCopied, ()
 
 
 def reads_tensors(patterns, device):

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from attn_kernels import at_least_fp32, outside_graphs
+from attn_kernels import NotCopied, at_least_fp32, outside_graphs
 
 from . import products, triton, warn_once
 
@@ -209,13 +209,6 @@ class _Segment(torch.autograd.Function):
         return *[None] * 4, *dx, *grad_state, *of_weights, *of_biases, *of_plain, *[None] * len(state)
 
 
-class _Recurrences(dict):
-    """A module's recurrences. Graphs cannot be copied or pickled: a copy of the module has none."""
-
-    def __reduce__(self):
-        return _Recurrences, ()
-
-
 @outside_graphs
 def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None):
     """Return the first tensor of the state after each token, (B, T, ...).
@@ -235,7 +228,7 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
     # a new batch size is compiled anew. Old ones are kept, on a GPU with a copy of the parameters
     key = (step, module.training, carry_mask is None, dtype, x[0].device,
            *((name, a.shape, a.dtype) for name, a in [*enumerate(tree_leaves(arguments)), *named.items()]))
-    recurrences = module.__dict__.setdefault('_recurrences', _Recurrences())
+    recurrences = module.__dict__.setdefault('_recurrences', NotCopied())  # graphs cannot be copied
     with torch.autocast(kind, enabled=False), torch.inference_mode(False), torch.set_grad_enabled(needs_grad):
         if key not in recurrences:  # not in inference mode: training may use what evaluation has made
             recurrences[key] = Recurrence(module, step, *arguments, carry_mask is not None, dtype)

@@ -162,7 +162,7 @@ def _mask_key(model, T, device):
 
 
 class NotCopied(dict):
-    """What a module keeps, such as masks, {(keys, queries): (key, mask)}. Its copies start with none."""
+    """What a module keeps, such as {(keys, queries): (key, mask)}. Its copies start with none."""
 
     def __reduce__(self):
         return NotCopied, ()

@@ -1,4 +1,9 @@
-"""Optional fast forms of the recurrences, and attention kernels. Models train without them."""
+"""Optional fast forms of recurrences, and attention kernels. Models train without them.
+
+recurrent.py (with products.py) compiles any model's own step. delta.py, gdn.py and attention.py
+implement code of the models a second time, so they are pinned: they run only while a digest of
+that code is in their PINS.
+"""
 import functools
 import hashlib
 import inspect
@@ -21,7 +26,7 @@ except ImportError:  # no Triton for this platform
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
 
 
-def kernels_on_cpu():  # a function, so that tests can replace it
+def kernels_on_cpu():  # a function, because tests change the constant after it was imported
     return KERNELS_ON_CPU
 
 

@@ -60,9 +60,9 @@ def is_chosen(model, T, doc_start, keys, queries, gpu):
     """Return True if attention = 'auto' takes the kernels. gpu: properties of the device."""
     D, reaches = model.config.head_size, reaches_of(model)
     is_causal = doc_start is None and keys == queries == (0,) and (reaches is None or reaches[0] >= T - 1)
-    if triton is None or is_causal or (D, 8 * model.embed.weight.itemsize) not in TILES:  # causal: cuDNN is faster
+    if triton is None or is_causal or (D, 8 * model.embed.weight.itemsize) not in TILES:  # cuDNN: faster if causal
         return False
-    rows, columns, _, stages = TILES[D, 16]['dq']  # shares most: q and grad, and k and v in each stage
+    rows, columns, _, stages = TILES[D, 16]['dq']  # needs most shared memory: q and grad, k and v per stage
     fits = 2 * (rows + stages * columns) * D * 2 <= gpu.shared_memory_per_block_optin
     if fits and reaches is None:
         warn_once(f'the attention of {_name(model)} was edited, so FlexAttention runs it, without scans/attention.py')
@@ -73,7 +73,7 @@ def reaches_of(model):
     """Return how many past positions a query sees of each stream. None if `sees` was edited."""
     try:
         names = PINS[digest(model.sees.__func__)]
-    except Exception:  # another text or none, or a list
+    except Exception:  # `sees` has another text, no source file, or is a list
         return None
     reaches = [getattr(model.sees.__self__, name) for name in names]
     return None if hasattr(model, 'score_bias') or any(not isinstance(x, int) for x in reaches) else reaches
@@ -91,7 +91,7 @@ def _sees(q_pos, doc_start, k_pos, strict, reach):
 
 @jit
 def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
-    """Return lo and the counts of left-edge, unmasked and right-edge tiles that cover lo..hi."""
+    """Return lo and counts of tiles over lo..hi: left, full (in full_lo..full_hi), right."""
     left = tl.cdiv(tl.maximum(tl.minimum(full_lo, hi) - lo, 0), BLOCK)
     full = tl.maximum(full_hi - lo - left * BLOCK, 0) // BLOCK
     right = tl.cdiv(tl.maximum(hi - lo - (left + full) * BLOCK, 0), BLOCK)

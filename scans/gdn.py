@@ -59,7 +59,8 @@ def scan_chunks(memory, tokens, is_doc_start, active, chunk_len):
     # cumsum before moving axes, for a contiguous gradient: PyTorch 2.13's compiler assumes it is
     log_g = split(log_decay).cumsum(2).movedim(1, 0).movedim(3, 2)
     q, k, v, beta = map(chunks, (q, k, v, beta.unsqueeze(-1)))
-    is_seen, from_memory = torch.ones(C, C, dtype=torch.bool, device=q.device).tril(), log_g.exp().unsqueeze(-1)  # g_t
+    is_seen = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+    from_memory = log_g.exp().unsqueeze(-1)  # g_t
     if is_doc_start is not None:
         starts = is_doc_start if active is None else is_doc_start & active
         document = chunks(starts.long().unsqueeze(-1)).cumsum(-1)  # (n_chunks, B, 1, C); 0: M_0's document

@@ -26,8 +26,8 @@ def on_gpu(tensor):
 def product(y, w, b=None):
     """Return y W^T + b, (B, n). y: (B, m); w: (n, m).
 
-    On a CPU, a batch of products with 1 to 8 parts of W, which threads share better than one of few
-    rows.
+    On a CPU, a batch of products with 8, 4, 2 or 1 parts of W, each of a multiple of ROWS: threads
+    share these better than one product with few rows of y.
     """
     if on_gpu(y):
         return F.linear(y, w, b)
@@ -37,7 +37,7 @@ def product(y, w, b=None):
 
 
 class _KnownProduct(torch.autograd.Function):
-    """The product W y + b with a known value z, which gets the gradient that is paired with y."""
+    """The product W y + b, whose value z is known. Gradients: W^T dz of y, and dz of z."""
 
     @staticmethod
     def forward(ctx, y, w, z):
@@ -100,7 +100,7 @@ class Step:
             return inputs
 
         graph = make_fx(inputs_of_products)(*map(torch.clone, arguments)).graph
-        for y, (w, b, _) in zip(graph.output_node().args[0], products):  # each value is a node
+        for y, (w, b, _) in zip(graph.output_node().args[0], products):  # equal inputs are one node
             group = groups.setdefault(y, [])
             start = sum(len(padded(self.named[name])) for name, _ in group)
             self.places.append((list(groups).index(y), slice(start, start + len(self.named[w]))))
@@ -136,7 +136,7 @@ class Step:
                     ys.append(y.reshape(-1, y.shape[-1]).to(w.dtype))
                     zs.append(_KnownProduct.apply(ys[i], w, known[i]) if known else product(ys[i], w, biases[i]))
                 return zs[i][:, columns].reshape(*args[0].shape[:-1], -1).clone()  # a step may change it in place
-            args, kwargs = tree_map(lambda a: plain.get(id(a), a), (args, kwargs))
+            args, kwargs = tree_map(lambda a: plain.get(id(a), a), (args, kwargs))  # parameters
             if not hasattr(func, 'keeps'):
                 return func(*args, **kwargs)
             if known:

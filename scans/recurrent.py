@@ -3,8 +3,8 @@
     step(*x, *state) -> state      one token. All are tensors (B, ...); the first one of the new
                                    state is also the output
 
-`scan` applies a step to T tokens, in segments of S. It has three graphs of one token, traced from
-the step and compiled by Inductor once per shape. They run along a segment:
+`scan`, the last function, applies a step to T tokens, in segments of S. Three graphs of one token
+are traced from the step and compiled by Inductor, once per shape. They run along a segment:
 
     forward     s_0 -> s_1 -> ... -> s_S      keeps s_0, and z_t of each product z = W y + b
     rebuild     s_0 -> s_1 -> ... -> s_S-1    in the backward pass: from z, without products
@@ -16,7 +16,8 @@ operator, and DDP and FSDP see a parameter's gradient once. On a GPU, a segment 
 CUDA graph, and products have the dtype of autocast.
 
 A step must not depend on values of tensors. Its trace freezes what Python computes, so random
-numbers have to be among x. A parameter that the step reads gets a gradient, if only of zeros.
+numbers, and all tensors but parameters, have to be among x. It must not change the input of a
+product in place. A parameter that it reads gets a gradient, if only of zeros.
 
     B  batch size    T  positions    S  tokens of a segment    x, state, z, ...: lists of tensors
 """
@@ -104,8 +105,8 @@ class Recurrence:
         with torch.enable_grad():
             plain, x, state, z = ([a.detach().requires_grad_() for a in part] for part in (plain, x, state, z))
             after, y, _ = self.run([*weights, *biases, *plain, *first], x, state, [*z, *op_results])
-            grads = [(a, g) for a, g in zip(after, [grad_state[0] + grad[0], *grad_state[1:]]) if a.requires_grad]
-            found = torch.autograd.grad([a for a, _ in grads], [*state, *plain, *x, *z], [g for _, g in grads],
+            pairs = [(a, g) for a, g in zip(after, [grad_state[0] + grad[0], *grad_state[1:]]) if a.requires_grad]
+            found = torch.autograd.grad([a for a, _ in pairs], [*state, *plain, *x, *z], [g for _, g in pairs],
                                         materialize_grads=True)
         grad_state, of_plain, others = split([g.contiguous() for g in found], len(state), len(plain))
         return *grad_state, *(total + g for total, g in zip(totals, of_plain)), *others, *y
@@ -144,7 +145,7 @@ class Recurrence:
         return grad_state, totals, *split(map(torch.stack, zip(*reversed(results))), len(x), len(self.step.groups))
 
     def segment(self, function, scan_id, constants, x, *others):
-        """Call one of both, on a GPU as a CUDA graph if it is as long as a scan's first segment."""
+        """Call forward_segment or backward_segment, on a GPU as a CUDA graph if S = full_length."""
         inputs = x, *others
         with torch.autocast(x[0].device.type, enabled=False), torch.cuda.device_of(x[0]):
             if self.on_gpu:
@@ -161,7 +162,7 @@ class Recurrence:
         if self.fixed is None:
             dtypes = [self.dtype] * 2 * len(self.step.groups) + [None] * len(constants)
             self.fixed = [torch.empty_like(c, dtype=dtype) for c, dtype in zip(constants, dtypes)]
-        if self.loaded is not scan_id:
+        if self.loaded is not scan_id:  # another scan may run between a scan's forward and backward pass
             for own, c in zip(self.fixed, constants):
                 own.copy_(c)
         self.loaded = scan_id
@@ -186,7 +187,7 @@ class _CudaGraph:
 
 
 class _Segment(torch.autograd.Function):
-    """S tokens. tensors: x, state, then constants. Returns the output and the state after them."""
+    """S tokens. r: a Recurrence; tensors: x, state, then constants. Returns output, then state."""
 
     @staticmethod
     def forward(ctx, r, scan_id, n_x, n_state, *tensors):

@@ -2,7 +2,7 @@
 
 A table stands between two marks, alone on their lines, with the Python expression that makes it:
 
-    <!--= table('papers/sps', 'Standard', {'loss': (loss, 'g'), 'FLOPs, ratio': (ratio, 'g')}) -->
+    <!--= table('papers', 'Standard', {'loss': (minus, 'f, tokens')}) -->
     <!--/-->
 
 FOLDER/runs.csv has a row for each run: its trial (bench/results/trials.md), label and seed. `kind`

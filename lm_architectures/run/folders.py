@@ -225,7 +225,7 @@ def inherited_settings(s, record: dict, Config: type) -> dict:
 
 
 def check_data(s, record, data) -> None:
-    """Raise UserError unless the run continues on its data, and starts with its source's tokenizer.
+    """Raise UserError if the tokenizer, or the data of a continued run, differ from the source's.
 
     record: config.json of the run to continue, or None.
     """

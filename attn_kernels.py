@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-TILE_ROWS, KEY_BLOCK = 128, 64  # CPU tiles: query rows, over all streams; keys are loaded in whole blocks
+TILE_QUERIES, KEY_BLOCK = 128, 64  # CPU tiles: queries, over all streams; keys are loaded in whole blocks
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's mask
 CPU_CHUNK, GPU_CHUNK = 2 ** 26, 2 ** 28  # logits (or other values) of a chunk of the loss
 MAX_SAVED_SCORES = 2 ** 22  # queries x keys up to which tiles save probabilities for the backward pass
@@ -106,7 +106,7 @@ class Mask(NamedTuple):
     """A pattern prepared for `attention`, made by `make_mask` or `Piece.mask`."""
 
     kind: str  # causal, tiles, flex or dense
-    data: Any = None  # tiles: [(rows, key ranges, additive mask)]; flex: (block_mask, score_mod); dense: see dense_mask
+    data: Any = None  # tiles: list of `_tiles`; flex: result of `flex_mask`; dense: see `dense_mask`
 
 
 @outside_graphs
@@ -118,32 +118,32 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     there are documents or a score_bias, or `sees` reads a tensor.
     """
     queries, device, trains = queries or keys, torch.device(device), torch.is_grad_enabled()
-    length_recurs = trains or T % FLEX_BLOCK == 0  # unlike most lengths of prompts
+    may_compile = trains or T % FLEX_BLOCK == 0  # for T: it recurs, unlike most lengths of prompts
     may_keep = doc_start is None and not hasattr(model, 'score_bias')
     kept, key = vars(model).setdefault('kept_masks', NotCopied()), _mask_key(model, T, device)
     kept_key, mask = kept.get((keys, queries), (None, None))
     if may_keep and kept_key == key:
         return mask
-    with torch.inference_mode(False), torch.set_grad_enabled(trains):
-        mask = each_layer(model.sees, lambda f: _new_mask(model, f, T, device, doc_start, keys, queries, length_recurs))
+    with torch.inference_mode(False), torch.set_grad_enabled(trains):  # a mask may be kept for other modes
+        mask = each_layer(model.sees, lambda f: _new_mask(model, f, T, device, doc_start, keys, queries, may_compile))
     if may_keep and not reads_tensors(model.sees, device):
         kept[keys, queries] = key, mask
     return mask
 
 
-def _new_mask(model, sees, T, device, doc_start, keys, queries, length_recurs):
-    """Return the mask of whole sequences. length_recurs: False for most lengths of prompts."""
+def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
+    """Return the mask of whole sequences. may_compile: FlexAttention may compile a kernel for T."""
     c, score_bias = model.config, getattr(model, 'score_bias', None)
     q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
     may_be_causal = keys == queries == (0,) and doc_start is None and score_bias is None  # the triangle
-    slow_on_cpu = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # tiles: faster backward, and in bf16
-    if may_be_causal and (device.type == 'cuda' or device.type == 'cpu' and not slow_on_cpu):
+    tiles_are_faster = torch.is_grad_enabled() or torch.is_autocast_enabled('cpu')  # in the backward pass and in bf16
+    if may_be_causal and (device.type == 'cuda' or device.type == 'cpu' and not tiles_are_faster):
         seen = _seen(sees, q, k)[0]
         if torch.equal(seen, torch.ones_like(seen).tril()):
             return Mask('causal')
     if device.type == 'cpu':
         return Mask('tiles', list(_tiles(sees, score_bias, c.n_head, T, q, k)))
-    if device.type == 'cuda' and 16 <= c.head_size <= 256 and length_recurs:  # it compiles a kernel per length
+    if device.type == 'cuda' and 16 <= c.head_size <= 256 and may_compile:
         return Mask('flex', flex_mask(sees, score_bias, T, device, doc_start, keys, queries))
     return dense_mask(model, sees, q, k)
 
@@ -227,7 +227,7 @@ def dense_mask(model, sees, q, k, dtype=None):
     return Mask('dense', seen if dtype is None else seen.to(dtype))
 
 
-def _additive(seen, score_bias, n_head, q, k):
+def _additive(seen, score_bias, n_head, q, k):  # seen: (1 or B, 1, n_q, n_k)
     """Return score_bias (None: 0), and -inf where unseen: (1 or B, 1 or H, n_q, n_k)."""
     if score_bias is None:
         return torch.where(seen, 0.0, float('-inf'))
@@ -250,21 +250,21 @@ def _dense_sdpa(q, k, v, seen):
 # ---- tiles: on a CPU ----
 
 def _tiles(sees, score_bias, n_head, T, q, k):
-    """Yield each tile's query rows and key ranges (lists of slices), and its additive mask.
+    """Yield each tile's queries and keys (lists of slices), and its additive mask.
 
-    The rows are the same positions of all streams. Keys that no row sees are left out.
+    Queries are the same positions of all streams. Key blocks that none of them sees are left out.
     """
     starts = range(0, q.pos.shape[1], T)  # of the streams
-    step = TILE_ROWS // len(starts)
+    step = TILE_QUERIES // len(starts)
     for a in range(0, T, step):
-        rows = [slice(start + a, start + min(a + step, T)) for start in starts]
-        q_tile = Tokens(*(_take(x, rows, 1) for x in q))
+        q_slices = [slice(start + a, start + min(a + step, T)) for start in starts]
+        q_tile = Tokens(*(_take(x, q_slices, 1) for x in q))
         seen = _seen(sees, q_tile, k)
-        ranges = _key_ranges(seen.any(0).any(0), T)
-        if not ranges:
+        k_slices = _key_ranges(seen.any(0).any(0), T)
+        if not k_slices:
             raise ValueError('sees lets some queries attend to no key: every token must see at least one')
-        seen, k_tile = _take(seen, ranges, 2).unsqueeze(1), Tokens(*(_take(x, ranges, 1) for x in k))
-        yield rows, ranges, _additive(seen, score_bias, n_head, q_tile, k_tile)
+        seen, k_tile = _take(seen, k_slices, 2).unsqueeze(1), Tokens(*(_take(x, k_slices, 1) for x in k))
+        yield q_slices, k_slices, _additive(seen, score_bias, n_head, q_tile, k_tile)
 
 
 def _key_ranges(needed, T):
@@ -287,12 +287,12 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, tiles, *_):  # then masks with learned biases, which get gradients
         with torch.autocast(q.device.type, enabled=False):
-            q, k, v = (q * q.shape[-1] ** -0.5).contiguous(), k.contiguous(), v.contiguous()
+            q, k, v = (q * q.shape[-1] ** -0.5).contiguous(), k.contiguous(), v.contiguous()  # q stays scaled
             out, saved = torch.empty_like(q), []
             saves = any(ctx.needs_input_grad) and q.shape[2] * k.shape[2] <= MAX_SAVED_SCORES
-            for rows, ranges, additive in tiles:
-                p = (_take(q, rows) @ _take(k, ranges).mT).add_(additive).softmax(-1)
-                _put(out, rows, p @ _take(v, ranges))
+            for q_slices, k_slices, additive in tiles:
+                p = (_take(q, q_slices) @ _take(k, k_slices).mT).add_(additive).softmax(-1)
+                _put(out, q_slices, p @ _take(v, k_slices))
                 if saves:
                     saved.append(p)
         ctx.save_for_backward(q, k, v, *saved)
@@ -304,16 +304,16 @@ class _TiledAttention(torch.autograd.Function):
         q, k, v, *saved = ctx.saved_tensors
         learned, wide = [], torch.promote_types(k.dtype, torch.float32)  # wide: for sums over many tiles
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for i, (rows, ranges, additive) in enumerate(ctx.tiles):
-            q_tile, k_tile, grad_tile = _take(q, rows), _take(k, ranges), _take(grad, rows)
+        for i, (q_slices, k_slices, additive) in enumerate(ctx.tiles):
+            q_tile, k_tile, grad_tile = _take(q, q_slices), _take(k, k_slices), _take(grad, q_slices)
             p = saved[i] if saved else (q_tile @ k_tile.mT).add_(additive).softmax(-1)
-            dp = grad_tile @ _take(v, ranges).mT
+            dp = grad_tile @ _take(v, k_slices).mT
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
             if additive.requires_grad:
                 learned.append(ds.to(additive.dtype).sum_to_size(additive.shape))
-            _put(dq, rows, ds @ k_tile)
-            _put(dk, ranges, ds.mT @ q_tile, add=True)
-            _put(dv, ranges, p.mT @ grad_tile, add=True)
+            _put(dq, q_slices, ds @ k_tile)
+            _put(dk, k_slices, ds.mT @ q_tile, add=True)
+            _put(dv, k_slices, p.mT @ grad_tile, add=True)
         return dq * q.shape[-1] ** -0.5, dk.to(k.dtype), dv.to(v.dtype), None, *learned
 
 
@@ -339,7 +339,6 @@ def flex_mask(sees, score_bias, T, device, doc_start, keys, queries):
     `create_block_mask`, whose sorts take minutes to compile.
     """
     from torch.nn.attention.flex_attention import BlockMask
-
     def position_and_stream(index, streams):
         second = (index >= T).int()  # cheaper than % and //, and than a gather
         return index - T * second, streams[0] + second
@@ -368,17 +367,18 @@ def _block_lists(mask_mod, B, n_q, n_k, device):
 
     Then the same for blocks that are seen as a whole, and all of it for the columns of blocks.
     """
-    q, k = (torch.arange(-(-n // FLEX_BLOCK) * FLEX_BLOCK, device=device).view(-1, FLEX_BLOCK) for n in (n_q, n_k))
-    b, q, k = torch.arange(B, device=device).view(-1, 1, 1, 1, 1), q[:, None, :, None], k[:, None]
+    q_blocks, k_blocks = (torch.arange(-(-n // FLEX_BLOCK) * FLEX_BLOCK, device=device).view(-1, FLEX_BLOCK)
+                          for n in (n_q, n_k))
+    b, q, k = torch.arange(B, device=device).view(-1, 1, 1, 1, 1), q_blocks[:, None, :, None], k_blocks[:, None]
     seen = mask_mod(b, 0, q.clamp(max=n_q - 1), k.clamp(max=n_k - 1)) & (q < n_q) & (k < n_k)
     count = seen.expand(B, -1, -1, -1, -1).sum((3, 4)).unsqueeze(1)  # (B, 1, blocks of queries, blocks of keys)
     blocks = torch.stack([(count > 0) & (count < FLEX_BLOCK ** 2), count == FLEX_BLOCK ** 2])
     lists = []
     for x in (blocks, blocks.mT.contiguous()):
-        n = x.sum(-1, keepdim=True)
-        rank = torch.where(x, x.cumsum(-1) - 1, n + (~x).cumsum(-1) - 1)  # in a stable sort: True first
-        columns = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()
-        lists += [n[0].squeeze(-1).int(), columns[0], n[1].squeeze(-1).int(), columns[1]]
+        n_true = x.sum(-1, keepdim=True)
+        rank = torch.where(x, x.cumsum(-1) - 1, n_true + (~x).cumsum(-1) - 1)  # in a stable sort, True first
+        order = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()  # the inverse
+        lists += [n_true[0].squeeze(-1).int(), order[0], n_true[1].squeeze(-1).int(), order[1]]
     return lists
 
 
@@ -499,7 +499,7 @@ class KVCache:
         return tail[self.batch_idx[:, 0], self.last]
 
     def rollback(self, n):
-        """Forget the last n tokens of the last call. n: int, or (B,) int64 with a count per row."""
+        """Forget the last n <= max_call tokens of the last call. n: int, or (B,) int64 by row."""
         self.lengths -= n
         self.last -= n
         self.drafted = 0
@@ -517,7 +517,7 @@ class Slots:
         self.stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
 
     def place(self, positions, end, batch_idx):
-        """Return slots (B, S n) of positions (B, n): spare, but for the last `size` before end."""
+        """Return slots (B, S n) of positions: spare for padding and all before the last `size`."""
         placed = []
         for stream, size in enumerate(self.sizes):
             slot = self.edge - 1 - positions % size if stream else self.edge + positions % size
@@ -582,9 +582,8 @@ class Piece:
     def _mask(self, slots, keys, queries):
         cache, model = self.cache, self.cache.model
         if self.is_prefill:
-            (_, T), device = self.tokens.shape, self.tokens.device
-            doc_start = None if cache.eos_id is None else self.doc_start
-            return _new_mask(model, slots.sees, T, device, doc_start, keys, queries, False)
+            T, doc_start = self.tokens.shape[1], None if cache.eos_id is None else self.doc_start
+            return _new_mask(model, slots.sees, T, self.tokens.device, doc_start, keys, queries, may_compile=False)
         q = stream_tokens(self.positions, queries, self.doc_start)
         used = slots.used(len(keys), self.end)
         k = Tokens(slots.pos[:, used], slots.stream[:, used])
@@ -757,7 +756,7 @@ def check_shape(c, **least):
 
 
 def n_matrix_weights(module):
-    """Count the matrix weights that a token uses, without embeddings: `active_share` of experts."""
+    """Count matrix weights without embeddings. Of experts, the `active_share` that a token uses."""
     own = 0 if isinstance(module, torch.nn.Embedding) else sum(
         p.numel() for p in module.parameters(recurse=False) if p.dim() >= 2)
     return (own + sum(map(n_matrix_weights, module.children()))) * getattr(module, 'active_share', 1)

@@ -26,7 +26,7 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 class Config:
     # for train.py and analyses: docs/own_model.md
     may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
-    defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
+    defining = 'window',  # decides what the weights compute: --init_from refuses a model without it, unless it is None
     state_window = 'window'  # setting that limits how much of the state is seen, for analyses
 
     n_layer: int = 12  # blocks, L
@@ -34,7 +34,7 @@ class Config:
     n_embd: int = 768  # width of the residual stream, C
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
     window: int | None = None  # past positions that a query sees besides its own; None: all
-    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU. auto: Triton for an unedited `sees`, else flex
+    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU. auto: the fastest that implements `sees`
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -75,8 +75,8 @@ class Block(nn.Module):
     @checkpointed
     def forward(self, h, rope, mask, cache=None):
         """Apply the block. h: (B, T, C) -> (B, T, C); rope: cos, sin; cache: only in decoding."""
-        heads = [self.n_head, self.n_kv_head, self.n_kv_head]
-        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(heads, 2)  # eq. 7
+        n_heads = [self.n_head, self.n_kv_head, self.n_kv_head]
+        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(n_heads, 2)  # eq. 7
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
@@ -87,15 +87,16 @@ class Block(nn.Module):
 
 @outside_graphs
 def attention_mask(model, T, device, *args):
-    """Return the mask of `make_mask`, or one for the Triton kernels: see Config.attention."""
+    """Return a mask for the Triton kernels, or the mask of `make_mask`: see Config.attention."""
     choice, mask = model.config.attention, None
     if choice == 'triton' or choice == 'auto' and device.type == 'cuda':
         try:
             from scans import attention as triton_kernels  # loaded where they may run
-            mask = triton_kernels.make_mask(model, T, device, *args)
         except ImportError:
             if choice == 'triton':
                 raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
+        else:
+            mask = triton_kernels.make_mask(model, T, device, *args)  # None if they are not chosen
     return mask or make_mask(model, T, device, *args)
 
 
@@ -105,7 +106,7 @@ class Model(nn.Module):
         self.config = config
         self.reach = 2 ** 30 if config.window is None else config.window  # past positions a query sees; 2 ** 30: all
         if config.attention == 'triton':
-            attention_mask(self, 1, torch.device('meta'))  # an error if they do not implement it
+            attention_mask(self, 1, torch.device('meta'))  # raises if the kernels do not implement `sees`
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -144,7 +145,7 @@ class Model(nn.Module):
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T); -1 is ignored."""
         targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
+        rows = (self.final_hidden(idx).flatten(0, 1), targets.flatten())
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
@@ -174,10 +175,11 @@ class Model(nn.Module):
         """
         h = torch.cat([self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache)
                        for piece in cache.pieces(tokens, lengths)], 1)
-        last = cache.end(h)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
-        return 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
+        attention = 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
+        return 6 * n_matrix_weights(self) + attention

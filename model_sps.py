@@ -42,10 +42,10 @@ from attn_kernels import (CrossEntropy, KVCache, attention, check_shape, checkpo
 
 X, RHO, BOTH = (0,), (1,), (0, 1)  # streams
 METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other stream is windowed
-    'sps': (X, RHO),  # state in x, prediction in rho
-    'two_x_memory': (BOTH, RHO),  # both streams persist: twice the memory
-    'delayed_state': (RHO, RHO),  # rho does both jobs, one step after the input
-    'reverse_sps': (RHO, X),  # state in rho, prediction in x
+    'sps': (X, RHO),  # x is the memory; rho predicts, and is seen only w back
+    'two_x_memory': (BOTH, RHO),  # both are the memory, twice the size; rho predicts
+    'delayed_state': (RHO, RHO),  # rho is the memory and predicts, one step after x; x is seen only w back
+    'reverse_sps': (RHO, X),  # rho is the memory; x predicts, and is seen only w back
 }
 
 
@@ -53,19 +53,19 @@ METHODS = {  # sections 4 and 5: (persistent streams, output stream); the other 
 class Config:
     # for train.py and analyses: docs/own_model.md
     may_change = 'attention', 'checkpoint_blocks'  # settings that only affect speed and memory
-    own = 'window',  # the rho stream's: another model's `window` differs, so --init_from leaves it
+    own = 'window',  # means the windowed stream here: --init_from copies it only between models that list it in `own`
     state_window = 'persistent_window'  # setting that limits how much of the state is seen, for analyses
 
     method: Literal['sps', 'two_x_memory', 'delayed_state', 'reverse_sps'] = 'sps'  # method of the paper, see `METHODS`
     window: int | None = 64  # w: past positions of the windowed stream that a query sees; None: all (2x Memory)
     predict_layers: int | None = None  # beyond the paper: run rho in the top n layers only; None: in all layers
-    predict_input: Literal['predict', 'token', 'state'] = 'predict'  # initial rho: <predict>; + x (token); + h (state)
+    predict_input: Literal['predict', 'token', 'state'] = 'predict'  # first rho: <predict>; token: + x; state: + h
     persistent_window: int | None = None  # omega in section 5: a window on the persistent streams, too; None: off
     n_layer: int = 12  # blocks, L
     n_head: int = 12  # attention heads, H
     n_embd: int = 768  # width of the residual stream, C
     n_ffn: int | None = None  # feed-forward width, F; None: 3 n_embd (SPS paper, section 4)
-    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU. auto: Triton for an unedited `sees`, else flex
+    attention: Literal['auto', 'flex', 'triton'] = 'auto'  # on a GPU. auto: the fastest that implements `sees`
     rope_theta: float = 10000.0  # base of the RoPE frequencies
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official SPS code)
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -86,11 +86,9 @@ class Config:
         check_shape(self, window=0, persistent_window=0, predict_layers=1)  # sets head_size and n_kv_head
         self.n_ffn = self.n_ffn or 3 * self.n_embd
         if self.n_ids >= self.vocab_size:
-            raise ValueError(f'vocab_size = {self.vocab_size} has no room for the {self.n_ids} ids of the tokenizer '
-                             'and <predict>')
+            raise ValueError(f'vocab_size = {self.vocab_size} has no room for {self.n_ids} token ids and <predict>')
         if METHODS[self.method][0] == BOTH and self.window is not None:
-            raise ValueError(f'window = {self.window} with method = {self.method}, in which both streams persist: '
-                             'set window = None')
+            raise ValueError(f'window = {self.window}: {self.method} has no windowed stream, so set window = None')
         if (self.predict_layers or 1) > self.n_layer:
             raise ValueError(f'predict_layers = {self.predict_layers}: expected 1 to n_layer = {self.n_layer}, or None')
 
@@ -117,8 +115,8 @@ class Block(nn.Module):
         queries: slice of positions to compute, one stream in the last layer; rope: cos, sin; mask:
         this layer's attention mask; cache: only in decoding.
         """
-        heads = [self.n_head, self.n_kv_head, self.n_kv_head]
-        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(heads, 2)  # eq. 7
+        n_heads = [self.n_head, self.n_kv_head, self.n_kv_head]
+        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(n_heads, 2)  # eq. 7
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)  # R_i of eq. 8
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
@@ -129,15 +127,16 @@ class Block(nn.Module):
 
 @outside_graphs
 def attention_mask(model, T, device, *args):
-    """Return the mask of `make_mask`, or one for the Triton kernels: see Config.attention."""
+    """Return a mask for the Triton kernels, or the mask of `make_mask`: see Config.attention."""
     choice, mask = model.config.attention, None
     if choice == 'triton' or choice == 'auto' and device.type == 'cuda':
         try:
             from scans import attention as triton_kernels  # loaded where they may run
-            mask = triton_kernels.make_mask(model, T, device, *args)
         except ImportError:
             if choice == 'triton':
                 raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
+        else:
+            mask = triton_kernels.make_mask(model, T, device, *args)  # None if they are not chosen
     return mask or make_mask(model, T, device, *args)
 
 
@@ -149,7 +148,7 @@ class Model(nn.Module):
         windows = [config.persistent_window if stream in persistent else config.window for stream in BOTH]
         self.w_x, self.w_rho = (2 ** 30 if w is None else w for w in windows)  # how far back queries see each stream
         if config.attention == 'triton':
-            attention_mask(self, 1, torch.device('meta'))  # an error if they do not implement it
+            attention_mask(self, 1, torch.device('meta'))  # raises if the kernels do not implement `sees`
         self.n_x_layers = config.n_layer - (config.predict_layers or config.n_layer)  # bottom layers with x alone
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)  # E; row n_ids is <predict>
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -169,40 +168,42 @@ class Model(nn.Module):
     def sees(self, q, k):
         """Return True where query q attends to key k (eq. 5). Used in training and in decoding.
 
-        At the same position, x_i comes before rho_i. A query sees its own position and w past ones,
-        in Delayed State too, where the paper counts w entries.
+        At the same position, x_i comes before rho_i. A query sees its own position and w past ones.
+        In Delayed State, the paper's w may include the own position: then it is `window` + 1.
         """
         earlier = (k.pos < q.pos) | ((k.pos == q.pos) & (k.stream <= q.stream))
         reach = torch.where(k.stream == 0, self.w_x, self.w_rho)
         return earlier & (q.pos - k.pos <= reach) & (k.pos >= q.doc_start)
 
-    def streams(self, layer):
+    def stream_pair(self, layer):
         """Return a layer's (key streams, query streams). The last layer queries the output only."""
         keys = X if layer < self.n_x_layers else BOTH
-        return keys, self.output if layer == self.config.n_layer - 1 else keys
+        queries = self.output if layer == self.config.n_layer - 1 else keys
+        return keys, queries
 
-    def stream_pairs(self):  # the distinct ones of all layers: each needs a mask
-        return dict.fromkeys(map(self.streams, range(self.config.n_layer)))
+    def stream_pairs(self):  # of all layers, an ordered set: each pair needs a mask
+        return dict.fromkeys(map(self.stream_pair, range(self.config.n_layer)))
 
     def _run_blocks(self, idx, rope, masks, cache=None):
         """Return the final normalized hidden states of the output stream. idx: (B, T) -> (B, T, C).
 
-        rope: cos, sin for the positions of [x | rho]; masks: {streams of a layer: mask}.
+        rope: cos, sin for the positions of [x | rho]; masks: {stream pair of a layer: mask}.
         """
         T, x = idx.shape[1], self.embed(idx)
         h = x
         for layer, block in enumerate(self.blocks):
             if layer == self.n_x_layers:
                 h = torch.cat([h, self._first_rho(x, h)], 1)
-            keys, queries = self.streams(layer)
+            keys, queries = self.stream_pair(layer)
             positions = slice(T * queries[0], T * (queries[-1] + 1))  # of the query streams in [x | rho]
-            h = block(h, [table[..., :len(keys) * T, :, :] for table in rope], masks[keys, queries], positions, cache)
+            layer_rope = [table[..., :len(keys) * T, :, :] for table in rope]  # x's part if rho does not run yet
+            h = block(h, layer_rope, masks[keys, queries], positions, cache)
         return self.norm(h)
 
     def _first_rho(self, x, h):
-        """Return the first rho (B, T, C): <predict> (eq. 3); beyond the paper, + x or + h."""
+        """Return the first rho (B, T, C): <predict> (eq. 3); beyond the paper, + x or + h below."""
         rho = self.embed(torch.full((1, 1), self.config.n_ids, device=x.device)).expand_as(x)
-        return {'predict': rho, 'token': rho + x, 'state': rho + h}[self.config.predict_input]
+        return rho + {'predict': 0, 'token': x, 'state': h}[self.config.predict_input]
 
     def final_hidden(self, idx):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, C)."""
@@ -215,7 +216,7 @@ class Model(nn.Module):
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, nats per token (eq. 4). idx, targets: (B, T); -1 is ignored."""
         targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
+        rows = (self.final_hidden(idx).flatten(0, 1), targets.flatten())
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
@@ -250,17 +251,18 @@ class Model(nn.Module):
         lengths: (B,) tokens per right-padded row, each >= 1. Returns the logits of each row's last
         token (B, V), or of all tokens (B, n, V). Static shapes and no host sync if n <= max_call.
         """
-        h = torch.cat([self._run_blocks(part.tokens, part.rope, {x: part.mask(*x) for x in self.stream_pairs()}, cache)
-                       for part in cache.pieces(tokens, lengths)], 1)
-        last = cache.end(h)
+        h = torch.cat([self._run_blocks(piece.tokens, piece.rope,
+                                        {pair: piece.mask(*pair) for pair in self.stream_pairs()}, cache)
+                       for piece in cache.pieces(tokens, lengths)], 1)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
-        patterns = self.sees if isinstance(self.sees, list) else [self.sees] * c.n_layer
-        layers = Counter(zip(patterns, map(self.streams, range(c.n_layer))))
-        keys = sum(n * mean_keys(sees, T, *streams) for (sees, streams), n in layers.items())
+        patterns = self.sees if isinstance(self.sees, list) else [self.sees] * c.n_layer  # a list: one for each layer
+        layers = Counter(zip(patterns, map(self.stream_pair, range(c.n_layer))))
+        keys = sum(n * mean_keys(sees, T, *pair) for (sees, pair), n in layers.items())
         used = n_matrix_weights(self) + n_matrix_weights(self.blocks[self.n_x_layers:-1])  # again, for the 2nd stream
         used += 2 * c.n_embd * c.n_kv_head * c.head_size  # keys and values of the other stream in the last layer
-        return 6 * used + 12 * c.n_head * c.head_size * keys
+        return 6 * used + 12 * c.n_head * c.head_size * keys  # 12: 2 products x 2 FLOPs x 3 passes

@@ -261,7 +261,7 @@ def test_flops_per_token_equal_the_flop_counter(name, values, monkeypatch):
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens)['loss'].backward()
     want = counter.get_total_flops() / (2 * T)
-    if hasattr(model, 'streams'):  # the last layer's queries of the other stream are not used
+    if hasattr(model, 'stream_pair'):  # the last layer's queries of the other stream are not used
         want -= 6 * c.n_embd * c.n_head * c.head_size
     if hasattr(model, 'dynamics'):  # the first position has no predictions
         want += 6 * model.horizon / T * attn_kernels.n_matrix_weights(model.dynamics)
@@ -300,10 +300,9 @@ def test_nextlat_task_models_have_the_papers_parameter_counts():
 
 
 @pytest.mark.parametrize('name, values, sentence', [
-    ('sps', dict(method='two_x_memory', window=64), 'window = 64 with method = two_x_memory, in which both streams '
-                                                    'persist: set window = None'),
+    ('sps', dict(method='two_x_memory', window=64), 'window = 64: two_x_memory has no windowed stream, so set window'),
     ('sps', dict(predict_layers=13), 'predict_layers = 13: expected 1 to n_layer = 12, or None'),
-    ('sps', dict(n_ids=50304), 'vocab_size = 50304 has no room for the 50304 ids of the tokenizer and <predict>'),
+    ('sps', dict(n_ids=50304), 'vocab_size = 50304 has no room for 50304 token ids and <predict>'),
     ('standard', dict(rope_scaling=(8, 1, 4)), 'rope_scaling = (8, 1, 4): expected factor, low, high, tokens'),
     ('standard', dict(rope_scaling=(8, 4, 1, 8)), 'expected factor, low, high, tokens'),
     ('standard', dict(window=-1), 'window = -1: expected at least 0'), ('gpn', dict(d_k=0), 'd_k = 0'),

@@ -41,13 +41,13 @@ from attn_kernels import (CrossEntropy, KVCache, Mask, attention, check_shape, c
 class Config:
     # for train.py and analyses: docs/own_model.md
     may_change = 'segment_len', 'checkpoint_unrolls'  # settings that only affect speed and memory
-    defining = 'window',  # --init_from refuses a model that lacks these, unless they are None
+    defining = 'window',  # decides what the weights compute: --init_from refuses a model without it, unless it is None
     state_window = 'window'  # setting that limits how much of the state is seen, for analyses
 
     n_layer: int = 5  # blocks, L
     n_head: int = 16  # attention heads, H
     n_embd: int = 1120  # width of the residual stream, C
-    n_ffn: int | None = None  # feed-forward width, corr_ffn's too (llama: 4 n_embd); None: 4 n_embd (llama: 3 n_embd)
+    n_ffn: int | None = None  # feed-forward width, F; None: 4 n_embd (llama: 3). corr_ffn: F, but with llama 4 n_embd
     block: Literal['gpt', 'llama'] = 'gpt'  # gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, no biases
     tied_head: bool = False  # the output head shares the embedding's weights
     variant: Literal['add', 'concat', 'token_blind', 'tied', 'block_head', 'extra_ffn'] = 'add'  # see `Correction`
@@ -103,7 +103,7 @@ class FFN(nn.Module):
 
 
 class Correction(nn.Module):
-    """Eq. 1, and its variants in section 5.8, tables A2 and A3.
+    """Eq. 1 and its variants (section 5.8): setting, correction, and name in tables A2 and A3.
 
         add          corr_ffn(LN(z + e))   corr_ffn_add, eq. 1
         concat       corr_ffn(LN([z, e]))  corr_ffn_concat
@@ -139,7 +139,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_size, self.dropout = layer, config.head_size, config.dropout
-        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of queries, keys and values
+        self.n_heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of queries, keys and values
         self.make_layers(config, config.n_embd)
 
     def make_layers(self, c, C):  # `LlamaBlock` overrides this and `ffn`
@@ -151,7 +151,7 @@ class Block(nn.Module):
 
     def forward(self, h, rope, mask, cache=None):
         """Eq. 3. h: (B, n, C) -> (B, n, C); rope: cos, sin; cache: has `append`."""
-        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(self.heads, 2)
+        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(self.n_heads, 2)
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
@@ -172,7 +172,7 @@ class LlamaBlock(Block):
         self.gate_up = nn.Linear(C, 2 * c.n_ffn, bias=False)
         self.ffn_out = nn.Linear(c.n_ffn, C, bias=False)
 
-    def ffn(self, h):
+    def ffn(self, h):  # in place of the module in `Block`
         gate, up = self.gate_up(self.ffn_norm(h)).chunk(2, -1)
         return self.ffn_out(F.silu(gate) * up)
 
@@ -206,10 +206,10 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size, None if c.pad_rows_in_loss else c.n_ids)
         self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # `begin_step` draws from these
-        self.drawn = SimpleNamespace(n_unrolls=c.K)  # for this step. A number here would be in the key of kept masks
+        self.drawn = SimpleNamespace(n_unrolls=c.K)  # boxed: `make_mask` remakes masks if a number of the model changes
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
-        self.shard_blocks = not c.bptt and c.variant != 'tied'  # these use a block's weights without calling it
+        self.shard_blocks = not c.bptt and c.variant != 'tied'  # bptt: a gather per token; tied: used outside the block
         # Initializes every matrix and bias: set other initial values after this loop.
         for name, p in self.named_parameters():
             if p.dim() >= 2:  # only the attention output is scaled down with depth (inferred)
@@ -250,10 +250,9 @@ class Model(nn.Module):
         e, doc_start, position = self.embed(idx), document_starts(idx, c.eos_id), torch.arange(T, device=device)
         starts = (position == (0 if doc_start is None else doc_start)).expand_as(idx)
         rope = rope_table(position, c.head_size, c.rope_theta, c.rope_scaling)
-        mask = make_mask(self, T, device, doc_start) if mask is None else mask
-        return e, torch.zeros_like(e[:, :1]), starts, rope, mask
+        return e, torch.zeros_like(e[:, :1]), starts, rope, mask or make_mask(self, T, device, doc_start)
 
-    def unrolls(self, idx, K):
+    def all_unrolls(self, idx, K):
         """Return [z^(1), ..., z^(K)], each (B, T, C), for sequences idx (B, T)."""
         inputs, zs = self.prepare(idx), [None]
         for _ in range(K):
@@ -263,11 +262,11 @@ class Model(nn.Module):
     def fixed_point(self, n_tokens, *inputs, limit=None):
         """Unroll until z stops changing. Returns z (B, n, C), and the number of unrolls.
 
-        n_tokens: (B,) per right-padded row; inputs: of `unroll`. Stops if z changes by at most
-        prefill_tol of its norm, or by rounding errors, or after n + 1 unrolls (Lemma 1). Gives up,
-        with None for z, if `limit` unrolls will not be enough.
+        n_tokens: (B,) per right-padded row; inputs: of `unroll`. Stops if no z changes by more than
+        prefill_tol of its norm, if changes within rounding error no longer shrink, or after n + 1
+        unrolls (Lemma 1). Gives up, with None for z, if `limit` unrolls will not be enough.
         """
-        kind, z, changes = n_tokens.device.type, self.unroll(None, *inputs), []
+        kind, z, changes = n_tokens.device.type, self.unroll(None, *inputs), []  # changes: in unrolls 2, 3, ...
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
         corrects = torch.arange(z.shape[1], device=z.device) < n_tokens[:, None] - 1  # a row's last z corrects nothing
@@ -275,43 +274,42 @@ class Model(nn.Module):
             last_z, z = z, self.unroll(z, *inputs)
             relative = (z - last_z).norm(dim=-1) / z.norm(dim=-1).clamp(min=1e-30)
             changes.append(relative.masked_fill(~corrects, 0).max().item())
-            *before, change = changes  # of unrolls 2 ... k
-            if change <= self.config.prefill_tol or before and before[-1] <= change < rounding:
+            stalled = k > 2 and changes[-2] <= changes[-1] < rounding
+            if changes[-1] <= self.config.prefill_tol or stalled:
                 break
-            if limit and k > 3:
-                rate = min(1, change / changes[0]) ** (1 / (k - 2))  # mean factor from one change to the next
-                if changes[0] * rate ** (limit - 2) > rounding:
+            if limit and k > 3:  # at k = 3, there is only one ratio of changes: too few for a rate
+                rate = min(1, changes[-1] / changes[0]) ** (1 / (k - 2))  # mean factor from one change to the next
+                if changes[0] * rate ** (limit - 2) > rounding:  # geometric extrapolation: the change in unroll `limit`
                     return None, k
         return z, k
 
     @outside_graphs  # the compiler would unroll all positions
     def stream(self, idx):
         """Run algorithm 1 with gradients, checkpointed in segments. idx: (B, T) -> z (B, T, C)."""
-        def segment(start, z, past):  # z, past: before the segment -> its list of z, and past after it
-            zs, past = [], Past(past)  # a copy, because the backward pass runs this again
-            for t in range(start, min(start + self.config.segment_len, T)):
-                at, mask = slice(t, t + 1), Mask('dense', seen[..., t, :t + 1])
-                z = self.step(e[:, at], z, starts[:, at], [table[at] for table in rope], mask, past)
-                zs.append(z)
-            return zs, past
-
-        T, device = idx.shape[1], idx.device
-        tokens = sequence(T, (0,), device, document_starts(idx, self.config.eos_id))
+        T, segment_len = idx.shape[1], self.config.segment_len
+        tokens = sequence(T, (0,), idx.device, document_starts(idx, self.config.eos_id))
         seen = dense_mask(self, self.sees, tokens, tokens).data.unflatten(2, (-1, T))  # (1 or B, 1 or HK, H / HK, T, T)
-        with torch.autocast('cpu' if idx.is_meta else device.type, enabled=False):  # meta: a dry run
-            e, z, starts, rope, _ = self.prepare(idx, seen)
-            zs, past = [z], Past()
-            for start in range(0, T, self.config.segment_len):
+        e, z_before, starts, rope, _ = self.prepare(idx, Mask('dense', seen))  # given a mask, it makes none
+        def segment(start, last_z, earlier):  # z and `Past` before the segment -> its list of z, and `Past` after it
+            states, kv = [last_z], Past(earlier)  # a copy, because the backward pass runs this again
+            for t in range(start, min(start + segment_len, T)):
+                at, mask = slice(t, t + 1), Mask('dense', seen[..., t, :t + 1])
+                states.append(self.step(e[:, at], states[-1], starts[:, at], [table[at] for table in rope], mask, kv))
+            return states[1:], kv
+
+        zs, past = [z_before], Past()
+        with torch.autocast('cpu' if idx.is_meta else idx.device.type, enabled=False):  # meta: a dry run
+            for start in range(0, T, segment_len):
                 new, past = checkpoint(segment, start, zs[-1], past, use_reentrant=False)
                 zs += new
-            return torch.cat(zs[1:], 1)
+        return torch.cat(zs[1:], 1)
 
     def states(self, idx):
         """Return z (B, T, C) of the last unroll (section 3.2) or, with bptt, of streaming."""
         if self.config.bptt:
             return self.stream(idx)
         K = self.drawn.n_unrolls if self.training else self.config.K
-        z = self.unrolls(idx, K)[-1]
+        z = self.all_unrolls(idx, K)[-1]
         if K == 1 < self.config.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
@@ -327,7 +325,7 @@ class Model(nn.Module):
 
     def nll(self, z, targets):
         """Return the mean loss in nats for targets (B, T), -1 ignored, given z (B, T, C)."""
-        rows = self.head_input(z).flatten(0, 1), targets.flatten()
+        rows = (self.head_input(z).flatten(0, 1), targets.flatten())
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         return total['nll'] / (targets >= 0).sum().clamp(min=1)
 
@@ -341,7 +339,7 @@ class Model(nn.Module):
 
     def final_hidden(self, idx):
         """Return the head's inputs as in streaming, in training as in `forward`: (B, T, C)."""
-        if self.training and torch.is_grad_enabled() or self.config.bptt or self.config.K == 1:
+        if (self.training and torch.is_grad_enabled()) or self.config.bptt or self.config.K == 1:
             return self.head_input(self.states(idx))  # with bptt or K = 1, it equals streaming
         with torch.no_grad():
             z, _ = self.fixed_point(idx.new_full((len(idx),), idx.shape[1]), *self.prepare(idx))
@@ -365,8 +363,8 @@ class Model(nn.Module):
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         z = self.unroll_prompt(tokens, cache, lengths)
-        h = self.head_input(self.stream_tokens(tokens, cache, lengths) if z is None else z)
-        last = cache.end(h)
+        h = self.head_input(self.extend_by_token(tokens, cache, lengths) if z is None else z)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def unroll_prompt(self, tokens, cache, lengths):
@@ -378,8 +376,10 @@ class Model(nn.Module):
         B, n = tokens.shape
         overhead = (4.5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # tokens; on a GPU a guess
         limit = n * (overhead + B) / (overhead + n * B)
-        if limit <= 20 or not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
-            return None  # up to 20, 4 in vain would cost over a fifth; otherwise not a prompt, or never unrolled
+        if limit <= 20:
+            return None  # four unrolls in vain, after which `fixed_point` may give up, would cost over a fifth
+        if not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
+            return None  # a model that is never unrolled, or not a prompt
         for piece in cache.pieces(tokens, lengths):  # one, because the cache is empty
             z, _ = self.fixed_point(piece.n_new, *self.prepare(tokens, piece.mask()), cache, limit=limit)
             if z is None:
@@ -387,7 +387,7 @@ class Model(nn.Module):
             cache.z[cache.batch_idx, piece.positions + 1] = z
         return z
 
-    def stream_tokens(self, tokens, cache, lengths):
+    def extend_by_token(self, tokens, cache, lengths):
         """Return z (B, n, C) of new tokens, one after the other, or with K = 1 all at once."""
         zs = []
         for piece in cache.pieces(tokens, lengths, piece_len=1 if self.sequential else None):
@@ -415,6 +415,6 @@ class Model(nn.Module):
         c, weights = self.config, {name: n_matrix_weights(part) for name, part in self.named_children()}
         unrolls = 1 if c.bptt else sum(self.K_choices) / len(self.K_choices)  # streaming is one pass
         corrections = 1 if c.bptt else unrolls - 1  # the first unroll has none
-        pairs = 2 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
+        pairs = 2 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)  # 2 products, in multiplications
         blocks = weights['blocks'] + weights.get('extra', 0) + pairs
         return 6 * (weights['head'] + unrolls * blocks + corrections * weights.get('correction', 0))

@@ -48,7 +48,7 @@ def unrolled(model, idx, targets):
         return nll | {'sequential': nll[1]}, torch.zeros(3, *idx.shape), 1
     K = 5 if c.bptt else max(c.K, 3)
     e, _, starts, *_ = model.prepare(idx)
-    for k, z in enumerate(model.unrolls(idx, max(K, DEPTHS[-1])), 1):
+    for k, z in enumerate(model.all_unrolls(idx, max(K, DEPTHS[-1])), 1):
         if k in DEPTHS:
             nll[k] = model.nll(z, targets).item()
         if K - 2 <= k <= K:
@@ -73,7 +73,7 @@ def contraction(moves):
 
 def measure(folder: str, s: Settings) -> list[dict]:
     """Return the row of a run in the table."""
-    model, data, record = models.load(folder, s, 'prepare', 'unrolls', 'stream', 'nll')
+    model, data, record = models.load(folder, s, 'prepare', 'all_unrolls', 'stream', 'nll')
     c, T, counts, found = model.config, record['settings']['block_size'], [], []
     for idx, targets in models.val_windows(data, T, s.tokens, s.batch_size, model.head.weight.device):
         if c.eos_id is not None:

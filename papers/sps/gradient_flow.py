@@ -70,7 +70,7 @@ def layers_of(model) -> dict:
     """
     layers = {layer: SQUARES.get(type(layer)) for layer in getattr(model, 'blocks', nn.ModuleList()).modules()
               if [*layer.parameters(recurse=False)]}
-    if not layers or None in layers.values() or hasattr(model, 'unrolls') and model.config.K > 1:
+    if not layers or None in layers.values() or hasattr(model, 'all_unrolls') and model.config.K > 1:
         name = type(model).__module__.rpartition('.')[2]
         raise UserError(f'{name} cannot be analyzed: expected a run of standard, sps or nextlat, '
                         'whose blocks have only linear layers and RMSNorm')

@@ -117,7 +117,7 @@ def nll(model, z, targets):
 @cases
 def test_unrolls_and_streaming_equal_the_papers_equations(variant, layout):
     model, idx = make(variant=variant, K=3, **layout).double(), tokens(T=8)
-    z = model.unrolls(idx, 3)[-1]
+    z = model.all_unrolls(idx, 3)[-1]
     exact = unrolled(model, idx, 3)
     assert (z - exact).norm() < 1e-8 * exact.norm()
     want = loss_and_gradients(nll(model, exact, idx.roll(-1, 1)), model)
@@ -143,7 +143,7 @@ def test_streaming_equals_T_plus_1_unrolls_and_k_unrolls_are_exact_before_positi
     with torch.no_grad():
         want = decode(model, idx, [1] * 16, 1)
         e, _, starts, *_ = model.prepare(idx)
-        zs = model.unrolls(idx, 17)
+        zs = model.all_unrolls(idx, 17)
         logits = [model.head(model.head_input(z))[..., :60] for z in zs]
         corrections = [model.correction(z.roll(1, 1), e, starts) for z in zs]
     assert (logits[-1] - want).abs().max() < 1e-4
@@ -318,7 +318,7 @@ def test_contraction_estimates_equal_the_formula():
     found = papers.context_ready.unrolls.contraction(torch.cat(moves, 1))
     with torch.no_grad():
         e, _, starts, *_ = model.prepare(idx)
-        zs = model.unrolls(idx, 4)
+        zs = model.all_unrolls(idx, 4)
         second, third, fourth = [model.correction(F.pad(z, (0, 0, 1, 0))[:, :-1], e, starts) for z in zs[1:]]
     # the first two positions are exact
     after, before = ((a - b)[:, 2:].norm(dim=-1) for a, b in ((fourth, third), (third, second)))

@@ -45,7 +45,7 @@ class Config:
     state_loss: Literal['smooth_l1', 'mse'] = 'smooth_l1'  # loss between h^ and h; mse: appendix, pretraining quirks
     lambda_kl: float = 1.0  # lambda_KL: weight of the loss that token_loss names; 0: off
     token_loss: Literal['kl', 'ce'] = 'kl'  # kl: KL(p(h) || p(h^)); ce: cross-entropy of h^ (appendix, ablations)
-    stop_target: bool = True  # stop the gradient into the target h; False: appendix, ablations
+    stop_target: bool = True  # stop the gradient into L_next-h's target h (L_KL's gets none); False: ablations
     stop_head: bool = True  # stop the head's gradient from losses on h^; False: appendix, ablations
     n_dynamics: int | None = None  # width of p_psi's two hidden layers; None: 3 n_embd (paper: 6528 at 2048)
     n_layer: int = 12  # blocks, L
@@ -92,8 +92,8 @@ class Block(nn.Module):
     @checkpointed
     def forward(self, h, rope, mask, cache=None):
         """Apply the block. h: (B, T, C) -> (B, T, C); rope: cos, sin; cache: only in decoding."""
-        heads = [self.n_head, self.n_kv_head, self.n_kv_head]
-        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(heads, 2)
+        n_heads = [self.n_head, self.n_kv_head, self.n_kv_head]
+        q, k, v = self.qkv(self.attn_norm(h)).unflatten(-1, (-1, self.head_size)).split(n_heads, 2)
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
@@ -121,11 +121,65 @@ class Dynamics(nn.Module):
         return h + self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
+class Losses(nn.Module):
+    """The parts of the loss, from states and their logits; compiled like `CrossEntropy`."""
+
+    dynamic = True  # one compilation for chunks of all lengths
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, names, targets, token_weights, state_weights, states, logits):
+        """Return the nll and the parts `names` of N positions, averaged over i = 1 ... d.
+
+        targets: (N,); weights: (N, d + 1) from `Model._weights`; states: h, then h^ for each i,
+        (N, C) each; logits: of these states, or of h alone, (N, V) each.
+        """
+        c, (h, *predicted) = self.config, states
+        torch._check(logits[0].shape[-1] == c.vocab_size)  # see `CrossEntropy`
+        log_p, *log_q = map(self.log_probs, logits)  # log p(.|h), then log p(.|h^) for each i
+        parts = {'nll': weighted_mean([cross_entropy(log_p, targets)], token_weights[:, :1])}
+        if 'next_hidden' in names:  # L_next-h
+            distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
+            goal = h.detach() if c.stop_target else h
+            distances = [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
+            parts['next_hidden'] = weighted_mean(distances, state_weights[:, 1:])
+        if 'kl' in names:  # L_KL
+            goal = log_p.detach()
+            p = goal.exp()
+            parts['kl'] = weighted_mean([(p * (goal - q)).sum(-1) for q in log_q], token_weights[:, 1:])
+        if 'ce' in names:  # in place of L_KL: the next tokens as targets (appendix, ablations)
+            parts['ce'] = weighted_mean([cross_entropy(q, targets) for q in log_q], token_weights[:, 1:])
+        return parts
+
+    def log_probs(self, logits):
+        """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
+        if not self.config.pad_rows_in_loss:
+            logits = logits[:, :self.config.n_ids]
+        return at_least_fp32(logits).log_softmax(-1)
+
+
+def cross_entropy(log_q, targets):
+    """Return the cross-entropy of targets (N,), -1 ignored, under log_q (N, V): (N,)."""
+    return F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
+
+
+def weighted_mean(losses, weights):
+    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d).
+
+    Columns of weights sum to 1 over all chunks, so the sum of all chunks is a mean.
+    """
+    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.horizon, self.longest_draft = (config.horizon, inf) if config.objective == 'nextlat' else (0, 0)
+        has_dynamics = config.objective == 'nextlat'
+        self.horizon = config.horizon if has_dynamics else 0
+        self.longest_draft = inf if has_dynamics else 0  # tokens that `draft` can propose, for speculative decoding
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -134,7 +188,7 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.losses = Losses(config)
         self._init_weights(self)
-        if config.objective == 'nextlat':
+        if has_dynamics:
             self.dynamics = Dynamics(config)
             self._init_weights(self.dynamics)
 
@@ -181,16 +235,16 @@ class Model(nn.Module):
         states = [self.final_hidden(idx)]
         for _ in range(self.horizon):
             predicted = self.p_psi(states[-1][:, :-1], idx[:, 1:])
-            states.append(F.pad(predicted, (0, 0, 1, 0)))  # the first i positions have no prediction
+            states.append(F.pad(predicted, (0, 0, 1, 0)))  # the first i are no predictions: their weight is 0
         rows = [x.flatten(0, 1) for x in (targets, *self._weights(idx, targets), *states)]
         return chunked_loss(self._losses, rows, self.parameters(), (self.horizon + 1) * c.vocab_size)
 
     def _weights(self, idx, targets):
         """Return the weights of positions in losses on tokens and on states, (B, T, d + 1) each.
 
-        Column i is for the predictions of h_s from h_{s-i}, and sums to 1. They count if both are
-        in one document. Where the target at s is -1, as on a prompt, only the loss between h^ and
-        h counts (appendix, "More details").
+        Column i is for the predictions of h_s from h_{s-i}. It sums to 1, or to 0 if none counts.
+        One counts if both are in one document. Where the target at s is -1, as on a prompt, only
+        the loss between h^ and h counts (appendix, "More details").
         """
         doc_start = 0 if self.config.eos_id is None else document_starts(idx, self.config.eos_id)
         age = torch.arange(idx.shape[1], device=idx.device).expand_as(idx) - doc_start  # positions since its start
@@ -209,8 +263,9 @@ class Model(nn.Module):
             lambdas['next_hidden'] = c.lambda_h
         if predicted and c.lambda_kl:
             lambdas[c.token_loss] = c.lambda_kl
-        further = [self._logits(h_hat, c.stop_head) for h_hat in predicted if 'kl' in lambdas or 'ce' in lambdas]
-        logits = [self._logits(h), *further]
+        needs_logits = 'kl' in lambdas or 'ce' in lambdas
+        predicted_logits = [self._logits(h_hat, c.stop_head) for h_hat in predicted if needs_logits]
+        logits = [self._logits(h), *predicted_logits]
         parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, (h, *predicted), logits)
         return {'loss': parts['nll'] + sum(x * parts[name] for name, x in lambdas.items())} | parts
 
@@ -239,7 +294,7 @@ class Model(nn.Module):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         h = torch.cat([self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache)
                        for piece in cache.pieces(tokens, lengths)], 1)
-        last = cache.end(h)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     @torch.no_grad()
@@ -248,7 +303,7 @@ class Model(nn.Module):
 
         pick(logits (B, V)) -> token (B,), probs (B, V) samples a token. Returns tokens (B, n) and
         the probabilities (B, n, V) they were sampled from. Another call with the last drafted token
-        continues the draft. Each row must still hold a token of the last `extend`.
+        continues the draft. Not after a rollback of all tokens of the last `extend`.
         """
         drawn = []
         for i in range(cache.drafted, cache.drafted + n):
@@ -267,58 +322,10 @@ class Model(nn.Module):
         p_psi runs d times, and so does the head for the KL loss, without weight gradient if frozen.
         """
         c = self.config
-        flops = 6 * n_matrix_weights(self) + 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
+        attention = 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
+        flops = 6 * n_matrix_weights(self) + attention
         if c.objective == 'nextlat':
             flops += 6 * (c.horizon - 1) * n_matrix_weights(self.dynamics)
             if c.lambda_kl:
                 flops += (4 if c.stop_head else 6) * c.horizon * self.head.weight.numel()
         return flops
-
-
-class Losses(nn.Module):
-    """The parts of the loss, from states and their logits; compiled like `CrossEntropy`."""
-
-    dynamic = True  # one compilation for chunks of all lengths
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-
-    def forward(self, names, targets, token_weights, state_weights, states, logits):
-        """Return the nll and the parts `names` of N positions, averaged over i = 1 ... d.
-
-        targets: (N,); weights: (N, d + 1) from `Model._weights`; states: h, then h^ for each i,
-        (N, C) each; logits: of these states, or of h alone, (N, V) each.
-        """
-        c, (h, *predicted) = self.config, states
-        torch._check(logits[0].shape[-1] == c.vocab_size)  # see `CrossEntropy`
-        log_p, *log_q = map(self.log_probs, logits)  # log p(.|h), then log p(.|h^) for each i
-        parts = {'nll': mean([cross_entropy(log_p, targets)], token_weights[:, :1])}
-        if 'next_hidden' in names:  # L_next-h
-            distance = F.mse_loss if c.state_loss == 'mse' else F.smooth_l1_loss
-            goal = h.detach() if c.stop_target else h
-            distances = [distance(h_hat, goal, reduction='none').mean(-1) for h_hat in predicted]
-            parts['next_hidden'] = mean(distances, state_weights[:, 1:])
-        if 'kl' in names:  # L_KL
-            goal = log_p.detach()
-            p = goal.exp()
-            parts['kl'] = mean([(p * (goal - q)).sum(-1) for q in log_q], token_weights[:, 1:])
-        if 'ce' in names:  # in place of L_KL: the next tokens as targets (appendix, ablations)
-            parts['ce'] = mean([cross_entropy(q, targets) for q in log_q], token_weights[:, 1:])
-        return parts
-
-    def log_probs(self, logits):
-        """Return fp32 log-probabilities (N, V), or (N, n_ids) without padding. logits: (N, V)."""
-        if not self.config.pad_rows_in_loss:
-            logits = logits[:, :self.config.n_ids]
-        return at_least_fp32(logits).log_softmax(-1)
-
-
-def cross_entropy(log_q, targets):
-    """Return the cross-entropy of targets (N,), -1 ignored, under log_q (N, V): (N,)."""
-    return F.nll_loss(log_q, targets, ignore_index=-1, reduction='none')
-
-
-def mean(losses, weights):
-    """Return the weighted sum over N positions, averaged over d losses (N,). weights: (N, d)."""
-    return sum((x * weights[:, i]).sum() / len(losses) for i, x in enumerate(losses))

@@ -37,7 +37,7 @@ class Config:
     norm_eps: float = 1e-5  # epsilon of RMSNorm
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = False  # the output head shares the embedding's weights
-    checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
+    checkpoint_blocks: bool = False  # activation checkpointing, always in `future`: less memory, a third more compute
     vocab_size: int = 50304  # rows of the embedding table, V: token ids, then padding
     n_ids: int = 50257  # number of token ids; rows from n_ids on are padding
     pad_rows_in_loss: bool = True  # include padding rows in the training softmax, as in the official SPS code
@@ -76,7 +76,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.longest_draft = config, config.horizon
+        self.config = config
+        self.longest_draft = config.horizon  # tokens that `draft` can propose, for speculative decoding
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -107,8 +108,8 @@ class Model(nn.Module):
         idx: (B, T) -> 1 + n_future tensors (B, T, C).
         """
         trunk = self._run_trunk(idx, rope, mask, cache)
-        last_blocks = [self.blocks[-1], *self.future[:n_future]]
-        return [self.norm(block(trunk, rope, mask, cache)) for block in last_blocks]
+        parallel_blocks = [self.blocks[-1], *self.future[:n_future]]
+        return [self.norm(block(trunk, rope, mask, cache)) for block in parallel_blocks]
 
     def _run_trunk(self, idx, rope, mask, cache=None):
         h = self.embed(idx)
@@ -138,7 +139,7 @@ class Model(nn.Module):
         """
         c, T = self.config, idx.shape[1]
         targets = counted_targets(idx, targets, c.eos_id)
-        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
+        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1), x_{t+1+i}
         if c.eos_id is not None:
             # Target x_{t+1+i} counts if its input x_{t+i} is in a document that has started by t.
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
@@ -181,10 +182,10 @@ class Model(nn.Module):
         states = [self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache, n_future=cache.future.shape[2])
                   for piece in cache.pieces(tokens, lengths)]
         h, *future = (torch.cat(parts, 1) for parts in zip(*states))
-        tail = cache.tail(tokens.shape[1])
+        tail = cache.tail(tokens.shape[1])  # each row's last tokens, whose h `end` stores
         for i, state in enumerate(future):
             cache.future[:, :tail.shape[1], i] = state[cache.batch_idx, tail]
-        last = cache.end(h)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     @torch.no_grad()
@@ -200,4 +201,5 @@ class Model(nn.Module):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
         weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # further tokens use the head too
-        return 6 * weights + 12 * (c.n_layer + c.horizon) * c.n_embd * mean_keys(self.sees, T)
+        attention = 12 * (c.n_layer + c.horizon) * c.n_embd * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
+        return 6 * weights + attention

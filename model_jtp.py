@@ -75,8 +75,8 @@ class Block(nn.Module):
 class Fetch(nn.Module):
     """JTP's head: causal self-attention over h_t and the embeddings of the tokens after it.
 
-    The paper gives no more detail. Its parameter counts rule out a feed-forward net. Both norms,
-    the residual connection from the embedding and the rotary embedding are inferred.
+    The NextLat paper gives no more detail. Its parameter counts rule out a feed-forward net. Both
+    norms, the residual connection from the embedding and the rotary embedding are inferred.
     """
 
     def __init__(self, config):
@@ -104,7 +104,8 @@ class Fetch(nn.Module):
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.longest_draft = config, config.horizon
+        self.config = config
+        self.longest_draft = config.horizon  # tokens that `draft` can propose, for speculative decoding
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -149,7 +150,7 @@ class Model(nn.Module):
         """
         c, T = self.config, idx.shape[1]
         targets = counted_targets(idx, targets, c.eos_id)
-        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1): t, ..., t + d
+        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1), x_{t+1+i}
         if c.eos_id is not None:
             # Target x_{t+1+i} counts if its input x_{t+i} is in a document that has started by t.
             later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
@@ -192,7 +193,7 @@ class Model(nn.Module):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         h = torch.cat([self._run_blocks(piece.tokens, piece.rope, piece.mask(), cache)
                        for piece in cache.pieces(tokens, lengths)], 1)
-        last = cache.end(h)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     @torch.no_grad()
@@ -212,9 +213,10 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention.
 
-        Fetch has d + 1 inputs and d outputs per token.
+        Fetch has d + 1 inputs and d outputs per token. Its attention over these is left out.
         """
         c = self.config
         weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # further tokens use the head too
         weights += c.horizon * self.fetch.qkv.weight.numel() + (c.horizon - 1) * self.fetch.attn_out.weight.numel()
-        return 6 * weights + 12 * c.n_layer * c.n_embd * mean_keys(self.sees, T)
+        attention = 12 * c.n_layer * c.n_embd * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
+        return 6 * weights + attention

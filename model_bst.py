@@ -5,9 +5,9 @@ prefix and each later suffix, a text head predicts the token after the prefix an
 the suffix, so a prefix's state must describe the whole future and not only the next token. To
 generate, the suffix is empty and only the forward encoder runs.
 
-A pair (p, q) is named after the two tokens that it predicts, x_p and x_q:
+A pair (p, q) is named after the two tokens that it predicts, x_p and x_q, with q = p + k - 2:
 
-    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T     p = t, q = t + k - 2 (papers count from x_1)
+    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T     p = t, as the papers count from x_1
     prefix, f_{p-1}   hidden        suffix, b_{q+1}
 
     h(p, q) = text_out(GELU(text_f(f_{p-1}) + text_b(b_{q+1})))                      `_text_state`
@@ -27,15 +27,15 @@ four tokens x_0 ... x_3, T = 3, the pairs and their k are
 
 Read `Model.forward` and its steps below it. `extend` decodes: the forward encoder with a cache.
 
-The NextLat paper reports 2.57B parameters at the 1.3B shape, so the encoders share no block (else
-1.46B). One embedding table, two output matrices of V rows, and a two-layer text head with n_ffn
-hidden units give 2.569B. Inferred: the text head's size and GELU, the learned vectors of the empty
-prefix and suffix, and how pairs are drawn.
-
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs, as drawn
     f, b      final states of the encoders, h_{1:t} and h_{t+k:T} in the NextLat paper
     t_f, t_b  text_f(f) and text_b(b), the two terms in h(p, q)          n  tokens per `extend` call
+
+The NextLat paper reports 2.57B parameters at the 1.3B shape, so the encoders share no block (else
+1.46B). One embedding table, two output matrices of V rows, and a two-layer text head with n_ffn
+hidden units give 2.569B. Inferred: the text head's size and GELU, the learned vectors of the empty
+prefix and suffix, and how pairs are drawn.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -198,12 +198,12 @@ class Model(nn.Module):
         f = self.trunk(idx)
         t_f, t_b = self._text_terms(f, x, start)
         losses = self._pair_losses(t_f, t_b, labels, start)
-        return {'loss': losses['loss'], 'nll': self._next_token_loss(f, idx, targets)} | losses
+        return {'loss': losses['loss'], 'nll': self._next_token_loss(f, idx, targets)} | losses  # loss, nll first
 
     def _sequence(self, idx, targets):
         """Return x_0 ... x_T, labels (-1: ignored) and document starts, (B, T + 1) each.
 
-        A final target of -1 is not a token. In a document of its own, it is in no suffix.
+        If the final target is -1, x_T is only filler: a document of its own, so in no suffix.
         """
         T, eos_id = idx.shape[1], self.config.eos_id
         x = torch.cat([idx, targets[:, -1:].clamp(min=0)], 1)
@@ -243,10 +243,10 @@ class Model(nn.Module):
 
         row, pair = ((next_labels >= 0) | (previous_labels >= 0)).nonzero().unbind(1)  # the pairs that count
         x_0 = row * (T + 1)  # index of a row's first token in t_f.flatten(0, 1)
-        pairs = x_0 + p[pair], x_0 + q[pair], next_labels[row, pair], previous_labels[row, pair]
+        pairs = (x_0 + p[pair], x_0 + q[pair], next_labels[row, pair], previous_labels[row, pair])
 
-        def losses(at_p, at_q, next_label, previous_label, t_f, t_b):  # of a chunk of pairs
-            h = self._text_state(t_f.index_select(0, at_p), t_b.index_select(0, at_q))
+        def losses(at_p, at_q, next_label, previous_label, t_f_rows, t_b_rows):  # of a chunk of pairs
+            h = self._text_state(t_f_rows.index_select(0, at_p), t_b_rows.index_select(0, at_q))
             pair_next = self.cross_entropy(self._logits(h), next_label) / n_next
             pair_previous = self.cross_entropy(self.previous_head(h), previous_label) / n_previous
             return {'loss': pair_next + pair_previous, 'pair_next': pair_next, 'pair_previous': pair_previous}
@@ -269,7 +269,7 @@ class Model(nn.Module):
     def _next_token_loss(self, f, idx, targets):
         """Return the mean next-token loss after prefixes with states f and the empty suffix."""
         targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self._next_state(f).flatten(0, 1), targets.flatten()
+        rows = (self._next_state(f).flatten(0, 1), targets.flatten())
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         return total['nll'] / (targets >= 0).sum().clamp(min=1)
 
@@ -307,7 +307,7 @@ class Model(nn.Module):
         f = torch.cat([self.forward_encoder(self.embed(piece.tokens), piece.rope, piece.mask(), cache)
                        for piece in cache.pieces(tokens, lengths)], 1)
         h = self._next_state(f)
-        last = cache.end(h)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     def flops_per_token(self, T):
@@ -321,4 +321,5 @@ class Model(nn.Module):
         for_nll = sum(map(n_matrix_weights, (self.text_f, self.text_out, self.head)))  # with the empty suffix
         n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # ignoring documents
         for_tokens, for_pairs = n_matrix_weights(self) - of_pairs, of_pairs * n_pairs / T
-        return 6 * (for_tokens + for_pairs) + 2 * for_nll + 12 * 2 * c.n_layer * c.n_embd * mean_keys(self.sees, T)
+        attention = 12 * 2 * c.n_layer * c.n_embd * mean_keys(self.sees, T)  # 12: 2 products x 2 FLOPs x 3 passes
+        return 6 * (for_tokens + for_pairs) + 2 * for_nll + attention

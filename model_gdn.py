@@ -282,7 +282,7 @@ class Cache(StateCache):
     def begin(self, n, lengths):
         """Start a call, see `StateCache.begin`. It writes what can no longer be rolled back."""
         super().begin(n, lengths)
-        position = self.lengths[:, None] + torch.arange(-self.max_call, n, device=self.rows.device)
+        position = self.lengths[:, None] + torch.arange(-self.max_call, n, device=self.lengths.device)
         n_written = self.lengths + (self.n_new - self.max_call).clamp(min=0)
         self.writes = (self.n_written[:, None] <= position) & (position < n_written[:, None])  # (B, max_call + n)
         self.n_written.copy_(n_written)

@@ -355,7 +355,7 @@ class Model(nn.Module):
                 cache.lengths += cache.n_new
         h = self.head_input(torch.stack(states, 1))
         if not all_positions:
-            h = h[:, -1] if lengths is None else h[cache.rows[:, 0], lengths - 1]
+            h = h[:, -1] if lengths is None else h[cache.batch_idx[:, 0], lengths - 1]
         return mask_padding(self._logits(h), self.config.n_ids)
 
     @property

@@ -24,8 +24,8 @@ class StateCache:
     def __init__(self, windows, max_call):
         first = next(iter(windows.values()))
         self.windows, self.max_call, self.size = windows, max_call, first.shape[1]
-        self.rows = torch.arange(len(first), device=first.device).unsqueeze(1)
-        self.slots = torch.arange(self.size, device=first.device)
+        self.batch_idx = torch.arange(len(first), device=first.device).unsqueeze(1)
+        self.arange = torch.arange(self.size, device=first.device)
         self.lengths = torch.zeros(len(first), device=first.device, dtype=torch.int64)  # tokens held by each row
 
     @property
@@ -42,30 +42,30 @@ class StateCache:
             length   tokens stored   slots
               3        0  1  2       2 3 0
               2        0  1  1       2 3 3    static shapes: the last one again
-              0       -1 -1 -1       1 1 1    the one before: x[:, 0] must be its entry again
+              0       -1 -1 -1       1 1 1    none: position 5 again, x[:, 0] must be its entry
         """
         if lengths is None:
-            self.n_new, stored = torch.full_like(self.lengths, n), self.slots[:n] + max(n - self.size, 0)
+            self.n_new, tokens = torch.full_like(self.lengths, n), self.arange[:n] + max(n - self.size, 0)
         else:
             self.n_new, last = lengths, lengths[:, None] - 1
-            stored = torch.minimum((last - self.size + 1).clamp(min=0) + self.slots[:n], last)
-        self.pushed = stored.clamp(min=0)  # which tokens of a push to store
-        self.placed = (self.lengths[:, None] + stored) % self.size  # the slots they get
-        self.oldest_first = (self.lengths[:, None] + self.slots) % self.size  # all slots, by age
+            tokens = torch.minimum((last - self.size + 1).clamp(min=0) + self.arange[:n], last)
+        self.stored = tokens.clamp(min=0)  # which tokens of a push to store
+        self.stored_slots = (self.lengths[:, None] + tokens) % self.size  # where to store them
+        self.slots_by_age = (self.lengths[:, None] + self.arange) % self.size  # all slots, the oldest first
 
     def last(self, name, k):
         """Return the entries (B, k, ...) of the k <= size tokens before the call, oldest first."""
-        return self.windows[name][self.rows, self.oldest_first[:, self.size - k:]]
+        return self.windows[name][self.batch_idx, self.slots_by_age[:, self.size - k:]]
 
     def push(self, name, x):
         """Store x (B, n, ...), the entries of the call's tokens: each row's last `size`."""
         window = self.windows[name]
-        window[self.rows, self.placed] = x[self.rows, self.pushed].to(window.dtype)
+        window[self.batch_idx, self.stored_slots] = x[self.batch_idx, self.stored].to(window.dtype)
 
     def end(self, h):
         """Finish a call. Returns h (B, C) of each row's last token, given h (B, n, C) of all."""
         self.lengths += self.n_new
-        return h[self.rows[:, 0], self.n_new - 1]
+        return h[self.batch_idx[:, 0], self.n_new - 1]
 
     def rollback(self, n):
         """Forget the last n <= max_call tokens of the last call. n: int, or (B,) int64 by row."""

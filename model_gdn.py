@@ -12,7 +12,8 @@ token. scans/gdn.py computes the same in chunks of tokens. It runs unless they a
     L  layers       H  heads       K  key size, d_k   D  value size, d_v       W  convolution taps
     M  memory (B, H, K, D), transpose of the paper's S    X  convolved channels, H (2 K + D)
     h  hidden states   o  outputs of the memory           n  tokens of a call, T in training
-    is_doc_start  True for the first token of a document, but not of a row: its memory starts empty
+    is_doc_start  (B, n), True at the first token of a document, not of a row: the memory is emptied
+    same_doc      (B, n, W), False for taps of the convolution in another document
 """
 import math
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Config:
 
 
 def l2_normalize(x):
-    """Scale x (..., K) to length 1, with epsilon 1e-6 under the root as in the official code."""
+    """Scale x (..., K) to length 1, with 1e-6 under the root (official code). GPN has 1e-12."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -96,11 +97,12 @@ class Block(nn.Module):
         super().__init__()
         c, C, H, K, D = config, config.n_embd, config.n_head, config.d_k, config.d_v
         self.layer, self.fast, self.chunk_len, self.checkpoints = layer, fast, c.chunk_len, c.checkpoint_blocks
-        self.sizes, self.memory_shape = [H * K, H * K, H * D], (H, K, D)  # sizes of q, k and v
-        self.widths = [sum(self.sizes), H, H]  # of qkv, beta and decay
+        self.memory_shape = H, K, D
+        self.qkv_sizes = [H * K, H * K, H * D]
+        self.joined_sizes = [sum(self.qkv_sizes), H, H]  # of qkv, beta and decay
         self.memory_norm = nn.RMSNorm(C, c.norm_eps)
-        self.qkv = nn.Linear(C, sum(self.sizes), bias=False)
-        self.conv = nn.Parameter(torch.empty(sum(self.sizes), c.conv_size))
+        self.qkv = nn.Linear(C, sum(self.qkv_sizes), bias=False)
+        self.conv = nn.Parameter(torch.empty(sum(self.qkv_sizes), c.conv_size))
         self.beta = nn.Linear(C, H, bias=False)
         self.decay = nn.Linear(C, H, bias=False)
         rate = torch.empty(H).uniform_(0, 16).clamp(min=1e-8)
@@ -132,8 +134,7 @@ class Block(nn.Module):
         """Apply `step` to n tokens. Returns o (B, n, H, D) and the last memory.
 
         tokens: x of `step`, but (B, n, ...); is_doc_start: (B, n), True empties the memory before
-        the token; active: (B, n), False skips the token. Activation checkpointing: the backward
-        pass recomputes one segment of chunk_len tokens at a time.
+        the token; active: (B, n), False skips it. Checkpointed in segments of chunk_len tokens.
         """
         def segment(memory, is_doc_start, active, *tokens):
             outputs = []
@@ -152,7 +153,7 @@ class Block(nn.Module):
         return torch.stack(outputs, 1), memory
 
     def recurrence(self, tokens, is_doc_start=None, active=None, memory=None):
-        """Return what `loop` returns, from an empty memory if None: by `self.fast` if it is set."""
+        """Return what `loop` returns; `self.fast` computes it, if set. No memory: an empty one."""
         if memory is None:
             memory = tokens[0].new_zeros(len(tokens[0]), *self.memory_shape)
         if self.fast is None or tokens[0].shape[1] == 1:
@@ -171,9 +172,9 @@ class Block(nn.Module):
         if cache is None:
             qkv = F.pad(qkv, (0, 0, n_before, 0))
         else:  # tokens before the call come first: n_before for the convolution, then max_call for the memory
-            qkv, beta, decay = cache.join(self.layer, torch.cat([qkv, beta, decay], -1)).split(self.widths, -1)
+            qkv, beta, decay = cache.join(self.layer, torch.cat([qkv, beta, decay], -1)).split(self.joined_sizes, -1)
             beta, decay = beta[:, n_before:], decay[:, n_before:]
-        q, k, v = map(heads, F.silu(short_convolution(qkv, self.conv, same_doc)).split(self.sizes, -1))
+        q, k, v = map(heads, F.silu(short_convolution(qkv, self.conv, same_doc)).split(self.qkv_sizes, -1))
         q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)  # 1 / sqrt(K): official code
         beta = torch.sigmoid(heads(beta).squeeze(-1))  # (B, n, H)
         log_decay = -self.log_rate.exp() * F.softplus(heads(decay).squeeze(-1) + self.dt_bias)  # log alpha
@@ -190,7 +191,7 @@ class Model(nn.Module):
         self.config = c = config
         if c.scan in ('fast', 'fla') and gdn is None:
             raise ValueError(f"scan = {c.scan!r} needs the folder scans/, which is missing: use scan = 'loop'")
-        self.fast = gdn.scan_chunks if pinned and pinned(self, gdn) else None  # in place of `Block.loop`
+        self.fast = gdn.scan_chunks if pinned and pinned(self, gdn) else None  # None: scan = 'loop', or an edit
         if c.scan == 'fla':
             self.fast = gdn.import_fla()
         self.embed = nn.Embedding(c.vocab_size, c.n_embd)
@@ -219,7 +220,7 @@ class Model(nn.Module):
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, mean nats per token. idx, targets: (B, T); -1 is ignored."""
         targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self.final_hidden(idx).flatten(0, 1), targets.flatten()
+        rows = (self.final_hidden(idx).flatten(0, 1), targets.flatten())
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
@@ -245,7 +246,7 @@ class Model(nn.Module):
         """Append tokens (B, n), for any n; return next-token logits as in model_standard.py."""
         cache.begin(tokens.shape[1], lengths)
         h = self.final_hidden(tokens, cache)
-        last = cache.end(h)
+        last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
     @property
@@ -262,9 +263,9 @@ class Model(nn.Module):
 class Cache(StateCache):
     """Each layer's memory of a row's first n_written tokens, and the later tokens' inputs.
 
-        tokens      [ 0 1 2 ...                   | ... lengths - 1 ]
-        memory      [ n_written tokens            |                 ]
-        windows     [                W - 1 tokens | and the others  ]    inputs of the layer
+        tokens      [ 0 1 2 ...                   | ... lengths - 1       ]
+        memory      [ n_written tokens            |                       ]
+        windows     [          convolution's past | may be rolled back    ]    inputs of the layer
 
     The memory cannot forget a token, but up to max_call tokens of the last call may be rolled back.
     So they are stored in the windows, and the next call writes them to the memory. If max_call = 2,
@@ -274,7 +275,7 @@ class Cache(StateCache):
     def __init__(self, model, batch_size, max_call, device):
         c, shape = model.config, (batch_size, model.config.conv_size - 1 + max_call)
         like = dict(device=device, dtype=torch.promote_types(model.embed.weight.dtype, torch.float32))
-        windows = {block.layer: torch.zeros(*shape, sum(block.widths), **like) for block in model.blocks}
+        windows = {block.layer: torch.zeros(*shape, sum(block.joined_sizes), **like) for block in model.blocks}
         super().__init__(windows | {'is_eos': torch.zeros(shape, device=device, dtype=torch.bool)}, max_call)
         self.memory = torch.zeros(c.n_layer, batch_size, c.n_head, c.d_k, c.d_v, **like)
         self.n_written = torch.zeros_like(self.lengths)
@@ -299,10 +300,11 @@ class Cache(StateCache):
             starts = None if is_doc_start is None else is_doc_start[:, part]
             return block.recurrence([x[:, part] for x in tokens], starts, active, memory)
 
+        n = tokens[0].shape[1] - self.max_call
         before, new = slice(self.max_call), slice(self.max_call, None)  # tokens before the call, its own tokens
         _, memory = run(before, self.writes[:, before], self.memory[block.layer])  # now of all tokens before the call
         o, _ = run(new, None, memory)
-        if tokens[0].shape[1] > 2 * self.max_call:  # n > max_call: the last max_call tokens may be rolled back
+        if n > self.max_call:  # the last max_call tokens may be rolled back, those before are written
             _, memory = run(new, self.writes[:, new], memory)
         self.memory[block.layer] = memory
         return o

@@ -17,7 +17,7 @@ Gate_p, queries, keys and decay.
     K  key size of a head, d_k     D  value size, d_v                        M  memory (B, H, K, D)
     s  predicted state s^p (B, C)  g  grounded state s^g (B, C)              x_t  token t
     u  a token's contribution to the state (B, C)    n  tokens per `extend` call
-    carry_mask  False where a document starts, but for the first token of a row
+    carry_mask  True where the state carries over (B, T); always True at the first token of a row
 """
 import functools
 import math
@@ -199,8 +199,10 @@ class Model(nn.Module):
         super().__init__()
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.d_emb)
-        self.embed_norm, self.fuse = RMSNorm(c.d_emb, c.norm_eps), nn.Linear(c.d_emb, c.n_embd, bias=False)  # W_fuse
-        self.ground_norm, self.ground_gate = RMSNorm(c.n_embd, c.norm_eps), nn.Linear(c.n_embd, c.n_embd)  # W_f, eq. 4
+        self.embed_norm = RMSNorm(c.d_emb, c.norm_eps)
+        self.fuse = nn.Linear(c.d_emb, c.n_embd, bias=False)  # W_fuse, eq. 4
+        self.ground_norm = RMSNorm(c.n_embd, c.norm_eps)
+        self.ground_gate = nn.Linear(c.n_embd, c.n_embd)  # W_f, eq. 4
         self.write = self.write_type(c) if c.n_head else None
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.n_layer))
         # W_dec of eq. 6 is head.weight @ decode.weight; the head is tied (official code)
@@ -262,8 +264,7 @@ class Model(nn.Module):
     def loop(self, u, carry_mask=None, compile_step=False):
         """Apply `step` to T tokens. Returns the predicted states, (B, T, C).
 
-        u: (B, T, C). carry_mask: (B, T), False where a document starts.
-        Activation checkpointing: the backward pass recomputes one segment of steps at a time.
+        u: (B, T, C). The backward pass recomputes one segment of steps at a time.
         """
         c, T, first = self.config, u.shape[1], self.first_state(len(u), u.device)
         step = torch.compile(self.step) if compile_step else self.step
@@ -310,7 +311,7 @@ class Model(nn.Module):
     def forward(self, idx, targets):
         """Return {'loss', 'nll'}, nats per token (eq. 3). idx, targets: (B, T); -1 is ignored."""
         targets = counted_targets(idx, targets, self.config.eos_id)
-        rows = self.final_hidden(idx, use_scan=True).flatten(0, 1), targets.flatten()
+        rows = (self.final_hidden(idx, use_scan=True).flatten(0, 1), targets.flatten())
         total = chunked_loss(self._nll, rows, self.parameters(), self.config.vocab_size)
         loss = total['nll'] / (targets >= 0).sum().clamp(min=1)
         return {'loss': loss, 'nll': loss.detach()}
@@ -340,8 +341,8 @@ class Model(nn.Module):
         c, n, states = self.config, tokens.shape[1], []
         first = self.first_state(len(tokens), tokens.device)
         u = self.ground_input(tokens).to(first[0].dtype)
-        with torch.autocast(u.device.type, enabled=False):  # as in training on a CPU
-            for t in range(n):
+        with torch.autocast(u.device.type, enabled=False):  # products in the dtype of the weights
+            for t in range(n):  # rows whose tokens have ended (t >= lengths) store their state again, see `begin`
                 cache.begin(1, None if lengths is None else (t < lengths).long())  # 0 tokens if t is padding
                 if t == 0:
                     state = _split(cache.last('state', 1), first)

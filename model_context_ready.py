@@ -1,8 +1,7 @@
 """The Context-Ready Transformer (arXiv 2606.27538) and its baselines.
 
-Token embeddings enter a standard Transformer without any context. Here a small network first adds a
-correction, computed from the embedding and the previous position's block output, which already
-encodes the context. The blocks themselves are unchanged.
+Token embeddings enter a Transformer without any context. Here a small network first corrects them,
+given the block output of the previous position, which knows the context. The blocks are unchanged.
 
     correction_t = corr_ffn(LN(z_{t-1} + e_t))        eq. 1  `Correction`
     x~_t = e_t + correction_t                         eq. 2  `Model.step`
@@ -186,6 +185,12 @@ class Past(dict):
         return self[layer]
 
 
+def expected_change(changes, k):
+    """Continue changes, in unrolls 2, 3, ..., geometrically. Returns the change expected in k."""
+    factor = min(1, changes[-1] / changes[0]) ** (1 / (len(changes) - 1))  # mean, from one change to the next
+    return changes[0] * factor ** (k - 2)
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -206,7 +211,7 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.cross_entropy = CrossEntropy(c.vocab_size, None if c.pad_rows_in_loss else c.n_ids)
         self.K_choices = range(min(c.k_min or c.K, c.K), c.K + 1)  # `begin_step` draws from these
-        self.drawn = SimpleNamespace(n_unrolls=c.K)  # boxed: `make_mask` remakes masks if a number of the model changes
+        self.drawn = SimpleNamespace(n_unrolls=c.K)  # an object: if a number of the model changes, masks are remade
         self.checkpoints = c.checkpoint_unrolls  # read by `@checkpointed` on `step`
         self.sequential = c.K > 1  # short `extend` calls run token by token, so verifying drafts saves no time
         self.shard_blocks = not c.bptt and c.variant != 'tied'  # bptt: a gather per token; tied: used outside the block
@@ -217,8 +222,6 @@ class Model(nn.Module):
                 nn.init.normal_(p, std=c.init_std * scale)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
-
-    # ---- the paper's equations ----
 
     def sees(self, q, k):
         """Return True where query q attends to key k. Used in training and in decoding."""
@@ -266,9 +269,10 @@ class Model(nn.Module):
         prefill_tol of its norm, if changes within rounding error no longer shrink, or after n + 1
         unrolls (Lemma 1). Gives up, with None for z, if `limit` unrolls will not be enough.
         """
-        kind, z, changes = n_tokens.device.type, self.unroll(None, *inputs), []  # changes: in unrolls 2, 3, ...
+        kind = n_tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.embed.weight.dtype
         rounding = 16 * torch.finfo(dtype).eps  # rounding error of a few layers
+        z, changes = self.unroll(None, *inputs), []  # changes: in unrolls 2, 3, ...
         corrects = torch.arange(z.shape[1], device=z.device) < n_tokens[:, None] - 1  # a row's last z corrects nothing
         for k in range(2, int(n_tokens.max()) + 2):
             last_z, z = z, self.unroll(z, *inputs)
@@ -277,10 +281,8 @@ class Model(nn.Module):
             stalled = k > 2 and changes[-2] <= changes[-1] < rounding
             if changes[-1] <= self.config.prefill_tol or stalled:
                 break
-            if limit and k > 3:  # at k = 3, there is only one ratio of changes: too few for a rate
-                rate = min(1, changes[-1] / changes[0]) ** (1 / (k - 2))  # mean factor from one change to the next
-                if changes[0] * rate ** (limit - 2) > rounding:  # geometric extrapolation: the change in unroll `limit`
-                    return None, k
+            if limit and k > 3 and expected_change(changes, limit) > rounding:  # k = 3: too early to tell
+                return None, k
         return z, k
 
     @outside_graphs  # the compiler would unroll all positions
@@ -300,8 +302,8 @@ class Model(nn.Module):
         zs, past = [z_before], Past()
         with torch.autocast('cpu' if idx.is_meta else idx.device.type, enabled=False):  # meta: a dry run
             for start in range(0, T, segment_len):
-                new, past = checkpoint(segment, start, zs[-1], past, use_reentrant=False)
-                zs += new
+                segment_z, past = checkpoint(segment, start, zs[-1], past, use_reentrant=False)
+                zs += segment_z
         return torch.cat(zs[1:], 1)
 
     def states(self, idx):
@@ -310,7 +312,7 @@ class Model(nn.Module):
             return self.stream(idx)
         K = self.drawn.n_unrolls if self.training else self.config.K
         z = self.all_unrolls(idx, K)[-1]
-        if K == 1 < self.config.K:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
+        if K == 1 and self.config.K > 1:  # zero gradients: AdamW skips weights without a gradient, and DDP fails
             z = z + 0 * sum(p.sum() for p in self.correction.parameters())
         return z
 
@@ -350,8 +352,6 @@ class Model(nn.Module):
         """Return next-token logits, -inf for padding ids. idx: (B, T) -> (B, T, V)."""
         return mask_padding(self._logits(self.final_hidden(idx)), self.config.n_ids)
 
-    # ---- decoding ----
-
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache`; z[:, p] is z of the token before position p."""
         cache, e = KVCache(self, batch_size, max_tokens, max_call, device, dtype), self.embed.weight
@@ -363,7 +363,7 @@ class Model(nn.Module):
     def extend(self, tokens, cache, lengths=None, all_positions=False):
         """Append tokens (B, n) to the cache; return next-token logits as in model_standard.py."""
         z = self.unroll_prompt(tokens, cache, lengths)
-        h = self.head_input(self.extend_by_token(tokens, cache, lengths) if z is None else z)
+        h = self.head_input(self.extend_pieces(tokens, cache, lengths) if z is None else z)
         last = cache.end(h)  # for all_positions, too: it finishes the call
         return mask_padding(self._logits(h if all_positions else last), self.config.n_ids)
 
@@ -374,12 +374,12 @@ class Model(nn.Module):
         `limit` unrolls (n B tokens each) cost as much as streaming, n calls with B tokens.
         """
         B, n = tokens.shape
+        if not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
+            return None  # a model that is never unrolled, or not a prompt
         overhead = (4.5e3 if tokens.device.type == 'cpu' else 5e6) / self.config.n_embd  # tokens; on a GPU a guess
         limit = n * (overhead + B) / (overhead + n * B)
         if limit <= 20:
             return None  # four unrolls in vain, after which `fixed_point` may give up, would cost over a fifth
-        if not self.sequential or self.config.bptt or n <= cache.max_call or cache.lengths.any():
-            return None  # a model that is never unrolled, or not a prompt
         for piece in cache.pieces(tokens, lengths):  # one, because the cache is empty
             z, _ = self.fixed_point(piece.n_new, *self.prepare(tokens, piece.mask()), cache, limit=limit)
             if z is None:
@@ -387,7 +387,7 @@ class Model(nn.Module):
             cache.z[cache.batch_idx, piece.positions + 1] = z
         return z
 
-    def extend_by_token(self, tokens, cache, lengths):
+    def extend_pieces(self, tokens, cache, lengths):
         """Return z (B, n, C) of new tokens, one after the other, or with K = 1 all at once."""
         zs = []
         for piece in cache.pieces(tokens, lengths, piece_len=1 if self.sequential else None):

@@ -7,13 +7,14 @@ generate, the suffix is empty and only the forward encoder runs.
 
 A pair (p, q) is named after the two tokens that it predicts, x_p and x_q, with q = p + k - 2:
 
-    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T     p = t, as the papers count from x_1
+    x_0 ... x_{p-1} | x_p ... x_q | x_{q+1} ... x_T
     prefix, f_{p-1}   hidden        suffix, b_{q+1}
 
     h(p, q) = text_out(GELU(text_f(f_{p-1}) + text_b(b_{q+1})))                      `_text_state`
     loss = mean of -log softmax(head(h(p, q)))[x_p]                                  `forward`
          + mean of -log softmax(previous_head(h(p, q)))[x_q]
 
+The papers count from x_1 and write t for p: x_{t+1} is our x_p, and x_{t+k-1} our x_q.
 k = 2 hides one token, p = q. k = 1 hides none, q = p - 1: the suffix has x_p, the prefix has x_q.
 The empty prefix and the empty suffix have learned vectors. Pairs stay within a document. For the
 four tokens x_0 ... x_3, T = 3, the pairs and their k are
@@ -31,11 +32,6 @@ Read `Model.forward` and its steps below it. `extend` decodes: the forward encod
     L  layers       H  heads, D = C / H   F  feed-forward width, 8/3 C   N  pairs, as drawn
     f, b      final states of the encoders, h_{1:t} and h_{t+k:T} in the NextLat paper
     t_f, t_b  text_f(f) and text_b(b), the two terms in h(p, q)          n  tokens per `extend` call
-
-The NextLat paper reports 2.57B parameters at the 1.3B shape, so the encoders share no block (else
-1.46B). One embedding table, two output matrices of V rows, and a two-layer text head with n_ffn
-hidden units give 2.569B. Inferred: the text head's size and GELU, the learned vectors of the empty
-prefix and suffix, and how pairs are drawn.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -131,6 +127,14 @@ def document_ends(start):
 
 
 class Model(nn.Module):
+    """Two encoders and the text head, with the number of parameters in the NextLat paper.
+
+    It reports 2.57B at the 1.3B shape, so the encoders share no block (else 1.46B). One embedding
+    table, two output matrices of V rows, and a two-layer text head with n_ffn hidden units give
+    2.569B. Inferred: the text head's size and GELU, the learned vectors of the empty prefix and
+    suffix, and how pairs are drawn.
+    """
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -198,7 +202,9 @@ class Model(nn.Module):
         f = self.trunk(idx)
         t_f, t_b = self._text_terms(f, x, start)
         losses = self._pair_losses(t_f, t_b, labels, start)
-        return {'loss': losses['loss'], 'nll': self._next_token_loss(f, idx, targets)} | losses  # loss, nll first
+        nll = self._next_token_loss(f, idx, targets)
+        return {'loss': losses['loss'], 'nll': nll,
+                'pair_next': losses['pair_next'], 'pair_previous': losses['pair_previous']}
 
     def _sequence(self, idx, targets):
         """Return x_0 ... x_T, labels (-1: ignored) and document starts, (B, T + 1) each.
@@ -218,7 +224,9 @@ class Model(nn.Module):
         t_f[:, p] is the term of the prefix before x_p, t_b[:, q] of the suffix after x_q.
         """
         end, T = document_ends(start), f.shape[1]
-        backward_start = (T - end).flip(1)  # x_i is at T - i, and a document starts with its last token
+        # Backward, x_i is at T - i. For a b c | d e, end is 2 2 2 4 4. The documents of e d | c b a
+        # start at 0 0 2 2 2.
+        backward_start = (T - end).flip(1)
         b = self._encode(self.backward_encoder, x[:, 1:].flip(1), backward_start[:, :T]).flip(1)  # b_1 ... b_T
         position = torch.arange(T + 1, device=x.device)
         has_prefix, has_suffix = (start < position).unsqueeze(-1), (position < end).unsqueeze(-1)
@@ -242,8 +250,8 @@ class Model(nn.Module):
         n_next, n_previous = ((x >= 0).sum().clamp(min=1) for x in (next_labels, previous_labels))
 
         row, pair = ((next_labels >= 0) | (previous_labels >= 0)).nonzero().unbind(1)  # the pairs that count
-        x_0 = row * (T + 1)  # index of a row's first token in t_f.flatten(0, 1)
-        pairs = (x_0 + p[pair], x_0 + q[pair], next_labels[row, pair], previous_labels[row, pair])
+        row_start = row * (T + 1)  # index of a row's x_0 in t_f.flatten(0, 1)
+        pairs = (row_start + p[pair], row_start + q[pair], next_labels[row, pair], previous_labels[row, pair])
 
         def losses(at_p, at_q, next_label, previous_label, t_f_rows, t_b_rows):  # of a chunk of pairs
             h = self._text_state(t_f_rows.index_select(0, at_p), t_b_rows.index_select(0, at_q))
@@ -321,5 +329,5 @@ class Model(nn.Module):
         for_nll = sum(map(n_matrix_weights, (self.text_f, self.text_out, self.head)))  # with the empty suffix
         n_pairs = c.pair_share * ((T + 1) * (T + 2) / 2 + (T if c.min_k == 1 else 0))  # ignoring documents
         for_tokens, for_pairs = n_matrix_weights(self) - of_pairs, of_pairs * n_pairs / T
-        attention = 12 * 2 * c.n_layer * c.n_embd * mean_keys(self.sees, T)  # 12: 2 products x 2 FLOPs x 3 passes
-        return 6 * (for_tokens + for_pairs) + 2 * for_nll + attention
+        attention_flops = 12 * 2 * c.n_layer * c.n_embd * mean_keys(self.sees, T)  # 12: 2 products x 2 FLOPs x 3 passes
+        return 6 * (for_tokens + for_pairs) + 2 * for_nll + attention_flops

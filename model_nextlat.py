@@ -131,10 +131,11 @@ class Losses(nn.Module):
         self.config = config
 
     def forward(self, names, targets, token_weights, state_weights, states, logits):
-        """Return the nll and the parts `names` of N positions, averaged over i = 1 ... d.
+        """Return the nll and other parts of the loss of N positions, averaged over i = 1 ... d.
 
-        targets: (N,); weights: (N, d + 1) from `Model._weights`; states: h, then h^ for each i,
-        (N, C) each; logits: of these states, or of h alone, (N, V) each.
+        names: of the other parts to compute; targets: (N,); weights: (N, d + 1) from
+        `Model._weights`; states: h, then h^ for each i, (N, C) each; logits: of these states, or of
+        h alone, (N, V) each.
         """
         c, (h, *predicted) = self.config, states
         torch._check(logits[0].shape[-1] == c.vocab_size)  # see `CrossEntropy`
@@ -186,7 +187,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        self.losses = Losses(config)
+        self.loss_parts = Losses(config)
         self._init_weights(self)
         if has_dynamics:
             self.dynamics = Dynamics(config)
@@ -257,16 +258,17 @@ class Model(nn.Module):
 
         Parts with a weight of 0 are skipped, but evaluation always reports next_hidden and kl.
         """
-        c = self.config
-        lambdas = {'next_hidden': 0.0, 'kl': 0.0} if predicted and not self.training else {}  # ntp: none
+        c, lambdas = self.config, {}  # ntp has no part but the nll
+        if predicted and not self.training:
+            lambdas = {'next_hidden': 0.0, 'kl': 0.0}
         if predicted and c.lambda_h:
             lambdas['next_hidden'] = c.lambda_h
         if predicted and c.lambda_kl:
             lambdas[c.token_loss] = c.lambda_kl
         needs_logits = 'kl' in lambdas or 'ce' in lambdas
-        predicted_logits = [self._logits(h_hat, c.stop_head) for h_hat in predicted if needs_logits]
+        predicted_logits = [self._logits(h_hat, c.stop_head) for h_hat in predicted] if needs_logits else []
         logits = [self._logits(h), *predicted_logits]
-        parts = self.losses(tuple(lambdas), targets, token_weights, state_weights, (h, *predicted), logits)
+        parts = self.loss_parts(tuple(lambdas), targets, token_weights, state_weights, (h, *predicted), logits)
         return {'loss': parts['nll'] + sum(x * parts[name] for name, x in lambdas.items())} | parts
 
     def _logits(self, h, frozen=False):
@@ -322,8 +324,9 @@ class Model(nn.Module):
         p_psi runs d times, and so does the head for the KL loss, without weight gradient if frozen.
         """
         c = self.config
-        attention = 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
-        flops = 6 * n_matrix_weights(self) + attention
+        # 12: 2 products x 2 FLOPs x 3 passes
+        attention_flops = 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
+        flops = 6 * n_matrix_weights(self) + attention_flops
         if c.objective == 'nextlat':
             flops += 6 * (c.horizon - 1) * n_matrix_weights(self.dynamics)
             if c.lambda_kl:

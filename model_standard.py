@@ -181,5 +181,6 @@ class Model(nn.Module):
     def flops_per_token(self, T):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
-        attention = 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
-        return 6 * n_matrix_weights(self) + attention
+        # 12: 2 products x 2 FLOPs x 3 passes
+        attention_flops = 12 * c.n_layer * c.n_head * c.head_size * mean_keys(self.sees, T)
+        return 6 * n_matrix_weights(self) + attention_flops

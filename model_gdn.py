@@ -46,7 +46,7 @@ class Config:
     d_v: int = 256  # value size of a head, D (inferred, as n_head; twice d_k in the official code)
     n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd, to a multiple of 32 (inferred from 130M)
     conv_size: int = 4  # taps of the short convolution, W, at least 2: the current token and earlier ones
-    chunk_len: int = 64  # tokens that scans/gdn.py computes at once (rounded up to 2^i) or the loop recomputes at once
+    chunk_len: int = 64  # tokens of a chunk in scans/gdn.py, up to a power of 2, and of a segment in `Block.loop`
     scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: fast (scans/gdn.py) if the equation is unedited
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)
@@ -73,8 +73,7 @@ def read(memory, x):
 def short_convolution(x, weight, same_doc=None):
     """Convolve each channel causally: y_t = sum over taps j of weight_j x_{t-W+1+j}.
 
-    x: (B, W - 1 + n, X), including the W - 1 inputs before the n tokens; weight: (X, W); same_doc:
-    (B, n, W), False for taps in another document, or None. Returns (B, n, X).
+    x: (B, W - 1 + n, X), W - 1 of them before the n tokens; weight: (X, W). Returns (B, n, X).
     """
     n, y = x.shape[1] - weight.shape[1] + 1, 0
     for j in range(weight.shape[1]):
@@ -168,16 +167,17 @@ class Block(nn.Module):
             return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.memory_shape[0], -1))
 
         x, n_before = self.memory_norm(h), self.conv.shape[1] - 1
-        qkv, beta, decay = self.qkv(x), self.beta(x), self.decay(x)
+        qkv, beta_logits, decay_logits = self.qkv(x), self.beta(x), self.decay(x)
         if cache is None:
             qkv = F.pad(qkv, (0, 0, n_before, 0))
         else:  # tokens before the call come first: n_before for the convolution, then max_call for the memory
-            qkv, beta, decay = cache.join(self.layer, torch.cat([qkv, beta, decay], -1)).split(self.joined_sizes, -1)
-            beta, decay = beta[:, n_before:], decay[:, n_before:]
+            joined = cache.join(self.layer, torch.cat([qkv, beta_logits, decay_logits], -1))
+            qkv, beta_logits, decay_logits = joined.split(self.joined_sizes, -1)
+            beta_logits, decay_logits = beta_logits[:, n_before:], decay_logits[:, n_before:]
         q, k, v = map(heads, F.silu(short_convolution(qkv, self.conv, same_doc)).split(self.qkv_sizes, -1))
         q, k = l2_normalize(q) * q.shape[-1] ** -0.5, l2_normalize(k)  # 1 / sqrt(K): official code
-        beta = torch.sigmoid(heads(beta).squeeze(-1))  # (B, n, H)
-        log_decay = -self.log_rate.exp() * F.softplus(heads(decay).squeeze(-1) + self.dt_bias)  # log alpha
+        beta = torch.sigmoid(heads(beta_logits).squeeze(-1))  # (B, n, H)
+        log_decay = -self.log_rate.exp() * F.softplus(heads(decay_logits).squeeze(-1) + self.dt_bias)  # log alpha
         tokens = q, k, v, log_decay, beta
         o = self.recurrence(tokens, is_doc_start)[0] if cache is None else cache.outputs(self, tokens, is_doc_start)
         h = h + self.read_out(self.out_norm(o.to(x.dtype)).flatten(2) * F.silu(self.read_gate(x)))
@@ -302,9 +302,9 @@ class Cache(StateCache):
 
         n = tokens[0].shape[1] - self.max_call
         before, new = slice(self.max_call), slice(self.max_call, None)  # tokens before the call, its own tokens
-        _, memory = run(before, self.writes[:, before], self.memory[block.layer])  # now of all tokens before the call
+        _, memory = run(before, self.writes[:, before], self.memory[block.layer])  # again, to write them
         o, _ = run(new, None, memory)
-        if n > self.max_call:  # the last max_call tokens may be rolled back, those before are written
+        if n > self.max_call:  # again, without the last max_call tokens, which may be rolled back
             _, memory = run(new, self.writes[:, new], memory)
         self.memory[block.layer] = memory
         return o

@@ -302,7 +302,7 @@ class Model(nn.Module):
         if use_scan and self.fast and recurrent.runs_on(u.device):
             first = self.first_state(len(u))
             return recurrent.scan(self, self.step, [u], first, carry_mask, c.segment_len, c.bptt_len)
-        return self.loop(u, carry_mask, compile_step=torch.compiler.is_compiling())
+        return self.loop(u, carry_mask, compile_step=torch.compiler.is_compiling())  # True while this line is traced
 
     def final_hidden(self, idx, use_scan=False):
         """Return the inputs of the output head. idx: (B, T) -> (B, T, E)."""
@@ -351,7 +351,8 @@ class Model(nn.Module):
                 if c.eos_id is not None:
                     new = choose_rows(tokens[:, t] == c.eos_id, first, new)  # the next token starts a document
                 state = new if lengths is None else choose_rows(cache.n_new > 0, new, state)
-                if lengths is not None or n - t <= cache.size:  # older ones are replaced in this call
+                may_be_needed = lengths is not None or n - t <= cache.size  # older ones are replaced in this call
+                if may_be_needed:
                     cache.push('state', _join(state))
                 cache.lengths += cache.n_new
         h = self.head_input(torch.stack(states, 1))
@@ -365,13 +366,10 @@ class Model(nn.Module):
         return self.config.n_head * self.config.d_k * self.config.d_v
 
     def flops_per_token(self, T):
-        """Return training FLOPs per token: 6 per linear weight, plus the memory's products.
-
-        Per head: a read with the key, a write, and a read per layer, of 2 K D FLOPs each, and twice
-        that in the backward pass.
-        """
+        """Return training FLOPs per token: 6 per linear weight, plus the memory's products."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + 6 * self.memory_cells * (2 + self.config.n_layer)
+        uses = 2 + self.config.n_layer  # of each cell: a read with the key, a write, and a read per layer
+        return 6 * (weights + uses * self.memory_cells)
 
 
 def choose_rows(mask, a, b):

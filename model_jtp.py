@@ -4,6 +4,10 @@ Besides the next token, the final hidden state h_t is trained to predict x_{t+1+
 tokens x_{t+1} ... x_{t+i}, for i = 1 ... d. A small module, Fetch, makes these predictions (and
 drafts): one self-attention over h_t and the tokens' embeddings, so h_t is all it sees of the past.
 
+    f_i = the last output of Fetch(h_t, emb(x_{t+1}), ..., emb(x_{t+i}))      `Fetch.forward`
+    loss = mean over t of -log softmax(head(h_t))[x_{t+1}]                    `Model._losses`
+         + lambda_MTP mean over t and i of -log softmax(head(f_i))[x_{t+1+i}]
+
 Read `Fetch.forward`, then `Model.forward`.
 
     B  batch size   T  positions          C  width, n_embd               V  vocabulary, padded
@@ -97,8 +101,14 @@ class Fetch(nn.Module):
         rope = rope_table(torch.arange(x.shape[1], device=x.device), self.head_size, self.rope_theta)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, self.head_size)).unbind(2)
         q, k, v = (y.transpose(1, 2) for y in (rotate(q, rope), rotate(k, rope), v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)[:, 1:]  # outputs at the tokens
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        y = y[:, 1:]  # at the tokens, not at h_t
         return self.out_norm(e + self.attn_out(y.flatten(2)))
+
+
+def windows(x, n, fill=0):
+    """Return x_t ... x_{t+n-1} for each t, with `fill` after the end. x: (B, T) -> (B, T, n)."""
+    return F.pad(x, (0, n - 1), value=fill).unfold(1, n, 1)
 
 
 class Model(nn.Module):
@@ -150,15 +160,15 @@ class Model(nn.Module):
         """
         c, T = self.config, idx.shape[1]
         targets = counted_targets(idx, targets, c.eos_id)
-        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1), x_{t+1+i}
+        targets = windows(targets, c.horizon + 1, fill=-1)  # (B, T, d + 1), x_{t+1+i}
         if c.eos_id is not None:
             # Target x_{t+1+i} counts if its input x_{t+i} is in a document that has started by t.
-            later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
+            later_starts = windows(document_starts(idx, c.eos_id), c.horizon + 1)
             targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
         counted = targets >= 0
         weights = counted / counted.sum((0, 1)).clamp(min=1)
         # (B, T, d): x_{t+1} ... x_{t+d}. After the last token, any id does: targets there are -1.
-        given = F.pad(idx, (0, c.horizon)).unfold(1, c.horizon + 1, 1)[..., 1:]
+        given = windows(idx, c.horizon + 1)[..., 1:]
         rows = [x.flatten(0, 1) for x in (targets, weights, self.final_hidden(idx), self.embed(given))]
         return chunked_loss(self._losses, rows, self.parameters(), (c.horizon + 1) * c.vocab_size)
 
@@ -185,7 +195,7 @@ class Model(nn.Module):
     def new_cache(self, batch_size, max_tokens, max_call=1, device=None, dtype=None):
         """Return an empty `KVCache` for batch_size rows of up to max_tokens tokens each."""
         cache = KVCache(self, batch_size, max_tokens, max_call, device, dtype)
-        cache.given = torch.zeros_like(cache.hidden[..., 0], dtype=torch.int64)  # (B, max_call): Fetch's input
+        cache.given = cache.hidden.new_zeros(batch_size, max_call, dtype=torch.int64)  # tokens given to Fetch
         return cache
 
     @torch.no_grad()
@@ -218,5 +228,5 @@ class Model(nn.Module):
         c = self.config
         weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # further tokens use the head too
         weights += c.horizon * self.fetch.qkv.weight.numel() + (c.horizon - 1) * self.fetch.attn_out.weight.numel()
-        attention = 12 * c.n_layer * c.n_embd * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
-        return 6 * weights + attention
+        attention_flops = 12 * c.n_layer * c.n_embd * mean_keys(self.sees, T)  # 12: 2 products x 2 FLOPs x 3 passes
+        return 6 * weights + attention_flops

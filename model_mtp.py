@@ -73,6 +73,11 @@ class Block(nn.Module):
         return h + self.ffn_out(F.silu(gate) * up)
 
 
+def windows(x, n, fill=0):
+    """Return x_t ... x_{t+n-1} for each t, with `fill` after the end. x: (B, T) -> (B, T, n)."""
+    return F.pad(x, (0, n - 1), value=fill).unfold(1, n, 1)
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -139,10 +144,10 @@ class Model(nn.Module):
         """
         c, T = self.config, idx.shape[1]
         targets = counted_targets(idx, targets, c.eos_id)
-        targets = F.pad(targets, (0, c.horizon), value=-1).unfold(1, c.horizon + 1, 1)  # (B, T, d + 1), x_{t+1+i}
+        targets = windows(targets, c.horizon + 1, fill=-1)  # (B, T, d + 1), x_{t+1+i}
         if c.eos_id is not None:
             # Target x_{t+1+i} counts if its input x_{t+i} is in a document that has started by t.
-            later_starts = F.pad(document_starts(idx, c.eos_id), (0, c.horizon)).unfold(1, c.horizon + 1, 1)
+            later_starts = windows(document_starts(idx, c.eos_id), c.horizon + 1)
             targets = targets.masked_fill(later_starts > torch.arange(T, device=idx.device)[:, None], -1)
         counted = targets >= 0
         weights = counted / counted.sum((0, 1)).clamp(min=1)
@@ -190,7 +195,10 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def draft(self, token, cache, n, pick):
-        """Draft n tokens after token (B,), as in model_nextlat.py, without running any block."""
+        """Draft n tokens after token (B,), as in model_nextlat.py, without running any block.
+
+        The cache needs max_call > 1: else `extend` does not run the future blocks.
+        """
         first, cache.drafted = cache.drafted, cache.drafted + n
         states = cache.future[cache.batch_idx[:, 0], cache.last].to(self.embed.weight.dtype)
         logits = mask_padding(self._logits(states[:, first:first + n]), self.config.n_ids)
@@ -201,5 +209,6 @@ class Model(nn.Module):
         """Return training FLOPs per token at length T: 6 per matrix weight, plus attention."""
         c = self.config
         weights = n_matrix_weights(self) + c.horizon * self.head.weight.numel()  # further tokens use the head too
-        attention = 12 * (c.n_layer + c.horizon) * c.n_embd * mean_keys(self.sees, T)  # 2 products x 2 FLOPs x 3 passes
-        return 6 * weights + attention
+        n_blocks = c.n_layer + c.horizon
+        attention_flops = 12 * n_blocks * c.n_embd * mean_keys(self.sees, T)  # 12: 2 products x 2 FLOPs x 3 passes
+        return 6 * weights + attention_flops

@@ -137,7 +137,7 @@ def attention_mask(model, T, device, *args):
                 raise ValueError("attention = 'triton' needs the folder scans/, which is missing: use 'auto'")
         else:
             mask = triton_kernels.make_mask(model, T, device, *args)  # None if they are not chosen
-    return mask or make_mask(model, T, device, *args)
+    return make_mask(model, T, device, *args) if mask is None else mask
 
 
 class Model(nn.Module):

@@ -186,7 +186,7 @@ class Past(dict):
 
 
 def expected_change(changes, k):
-    """Continue changes, in unrolls 2, 3, ..., geometrically. Returns the change expected in k."""
+    """Return the change expected in unroll k if changes, in unrolls 2, 3, ..., shrink as so far."""
     factor = min(1, changes[-1] / changes[0]) ** (1 / (len(changes) - 1))  # mean, from one change to the next
     return changes[0] * factor ** (k - 2)
 

@@ -46,7 +46,7 @@ class Config:
     d_v: int = 256  # value size of a head, D (inferred, as n_head; twice d_k in the official code)
     n_ffn: int | None = None  # feed-forward width, F; None: 23/12 n_embd, to a multiple of 32 (inferred from 130M)
     conv_size: int = 4  # taps of the short convolution, W, at least 2: the current token and earlier ones
-    chunk_len: int = 64  # tokens of a chunk in scans/gdn.py, up to a power of 2, and of a segment in `Block.loop`
+    chunk_len: int = 64  # tokens of a chunk in scans/gdn.py (rounded up to 2^i) and of a segment in `Block.loop`
     scan: Literal['auto', 'loop', 'fast', 'fla'] = 'auto'  # auto: fast (scans/gdn.py) if the equation is unedited
     checkpoint_blocks: bool = False  # activation checkpointing: less memory, a third more compute
     norm_eps: float = 1e-6  # epsilon of RMSNorm (official code)

@@ -1,22 +1,21 @@
-"""Attention by a pattern: say which keys a query sees, then train and decode with it at full speed.
+"""Attention by a pattern, and what else models share: KV cache, RoPE, loss, checks of sizes.
 
-A pattern is a function `sees(q, k)` of `Tokens` q and k, in the model file. It returns True where
-query q attends to key k. The standard Transformer's pattern is
+Say which keys a query sees, then train and decode with it at full speed. A pattern is a function
+`sees(q, k)` of `Tokens` in the model file, True where query q attends to key k. The standard one:
 
     def sees(self, q, k):
         return (k.pos <= q.pos) & (q.pos - k.pos <= self.reach) & (k.pos >= q.doc_start)
 
-Everything else is derived from it: attention tiles on a CPU, FlexAttention's block mask on a GPU,
-masks for decoding, and the size of the KV cache. An edited pattern both trains and decodes:
+All masks and the size of the KV cache are derived from it, so an edit both trains and decodes:
 
     mask = make_mask(model, T, device, doc_start)   training: once per step, for all layers
     out = attention(q, k, v, mask)                  in each layer: softmax(q k^T / sqrt(D)) v
     cache = KVCache(model, batch_size, max_tokens)  decoding: its docstring has an example
 
 If layers differ, `sees` is a list with a pattern for each layer, and masks are lists, too. A method
-`score_bias(q, k, head)` adds to the scores. The rest of what a model needs: `embed.weight`, and in
-`config` n_layer, n_embd, n_head, n_kv_head, head_size, rope_theta and eos_id. Read the sections
-patterns, masks and attention first. The others can be read on their own.
+`score_bias(q, k, head)` adds to the scores. A model also needs `embed.weight`, and in `config`
+n_layer, n_embd, n_head, n_kv_head, head_size, rope_theta and eos_id. Read patterns to attention
+first, then any other section.
 
 B batch, T positions, D head size, n tokens of a call, S streams, C width, V vocabulary. With two
 streams, x (stream 0) and rho (stream 1), a sequence is [x | rho]: T positions of x, then T of rho.
@@ -118,21 +117,22 @@ def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
     there are documents or a score_bias, or `sees` reads a tensor.
     """
     queries, device, trains = queries or keys, torch.device(device), torch.is_grad_enabled()
-    may_compile = trains or T % FLEX_BLOCK == 0  # for T: it recurs, unlike most lengths of prompts
+    compile_for_T = trains or T % FLEX_BLOCK == 0  # such a T recurs, unlike most lengths of prompts
     may_keep = doc_start is None and not hasattr(model, 'score_bias')
-    kept, key = vars(model).setdefault('kept_masks', NotCopied()), _mask_key(model, T, device)
-    kept_key, mask = kept.get((keys, queries), (None, None))
-    if may_keep and kept_key == key:
-        return mask
+    if may_keep:
+        kept, key = vars(model).setdefault('kept_masks', NotCopied()), _mask_key(model, T, device)
+        kept_key, mask = kept.get((keys, queries), (None, None))
+        if kept_key == key:
+            return mask
     with torch.inference_mode(False), torch.set_grad_enabled(trains):  # a mask may be kept for other modes
-        mask = each_layer(model.sees, lambda f: _new_mask(model, f, T, device, doc_start, keys, queries, may_compile))
+        mask = each_layer(model.sees, lambda f: _new_mask(model, f, T, device, doc_start, keys, queries, compile_for_T))
     if may_keep and not reads_tensors(model.sees, device):
         kept[keys, queries] = key, mask
     return mask
 
 
-def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
-    """Return the mask of whole sequences. may_compile: FlexAttention may compile a kernel for T."""
+def _new_mask(model, sees, T, device, doc_start, keys, queries, compile_for_T):
+    """Return the mask of whole sequences. compile_for_T: FlexAttention may compile kernels."""
     c, score_bias = model.config, getattr(model, 'score_bias', None)
     q, k = sequence(T, queries, device, doc_start), sequence(T, keys, device)
     may_be_causal = keys == queries == (0,) and doc_start is None and score_bias is None  # the triangle
@@ -143,7 +143,7 @@ def _new_mask(model, sees, T, device, doc_start, keys, queries, may_compile):
             return Mask('causal')
     if device.type == 'cpu':
         return Mask('tiles', list(_tiles(sees, score_bias, c.n_head, T, q, k)))
-    if device.type == 'cuda' and 16 <= c.head_size <= 256 and may_compile:
+    if device.type == 'cuda' and 16 <= c.head_size <= 256 and compile_for_T:
         return Mask('flex', flex_mask(sees, score_bias, T, device, doc_start, keys, queries))
     return dense_mask(model, sees, q, k)
 
@@ -363,22 +363,21 @@ def flex_mask(sees, score_bias, T, device, doc_start, keys, queries):
 
 
 def _block_lists(mask_mod, B, n_q, n_k, device):
-    """Return a BlockMask's tensors: for each row of blocks, how many are seen in part and which.
-
-    Then the same for blocks that are seen as a whole, and all of it for the columns of blocks.
-    """
+    """Return a BlockMask's tensors: how many blocks are seen, and which, by row, then by column."""
     q_blocks, k_blocks = (torch.arange(-(-n // FLEX_BLOCK) * FLEX_BLOCK, device=device).view(-1, FLEX_BLOCK)
                           for n in (n_q, n_k))
     b, q, k = torch.arange(B, device=device).view(-1, 1, 1, 1, 1), q_blocks[:, None, :, None], k_blocks[:, None]
     seen = mask_mod(b, 0, q.clamp(max=n_q - 1), k.clamp(max=n_k - 1)) & (q < n_q) & (k < n_k)
     count = seen.expand(B, -1, -1, -1, -1).sum((3, 4)).unsqueeze(1)  # (B, 1, blocks of queries, blocks of keys)
-    blocks = torch.stack([(count > 0) & (count < FLEX_BLOCK ** 2), count == FLEX_BLOCK ** 2])
+    blocks = torch.stack([(count > 0) & (count < FLEX_BLOCK ** 2), count == FLEX_BLOCK ** 2])  # in part; as a whole
     lists = []
     for x in (blocks, blocks.mT.contiguous()):
+        # a stable sort, True first: for a row 0 1 0 1, n_true is 2, rank 2 0 3 1, and order 1 3 0 2
         n_true = x.sum(-1, keepdim=True)
-        rank = torch.where(x, x.cumsum(-1) - 1, n_true + (~x).cumsum(-1) - 1)  # in a stable sort, True first
-        order = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()  # the inverse
-        lists += [n_true[0].squeeze(-1).int(), order[0], n_true[1].squeeze(-1).int(), order[1]]
+        rank = torch.where(x, x.cumsum(-1) - 1, n_true + (~x).cumsum(-1) - 1)
+        order = rank.scatter(-1, rank, torch.arange(x.shape[-1], device=device).expand_as(rank)).int()
+        (n_partial, n_full), (partial, full) = n_true.squeeze(-1).int(), order
+        lists += [n_partial, partial, n_full, full]
     return lists
 
 
@@ -413,8 +412,6 @@ class KVCache:
         rollback(1)      6  1  2  3  4  5    6    6 stays in its slot, where the next 6 goes
         2 more tokens    6  7  2  3  4  5    8    6 and 7 replace the old 6 and 1
 
-    rho is stored right to left, before x, so the filled slots are one range, all that a CPU reads.
-    The last slot gets the padding: [ rho of position 2  1  0 | x of position 0  1  2 ... | spare ].
     max_call: the most tokens of a call with static shapes and rollback; n_streams: 2 for [x | rho].
     """
 
@@ -512,6 +509,7 @@ class Slots:
         self.sees = sees
         reaches = [_reach(sees, max_tokens, stream, n_streams, device) for stream in range(n_streams)]
         self.sizes = [min(max_tokens, reach + piece_len) for reach in reaches]  # slots of each stream
+        # [ rho 2 1 0 | x 0 1 2 ... | padding ]: slots in use are one range, all that a CPU reads
         self.edge, self.spare = sum(self.sizes[1:]), sum(self.sizes)  # x starts at `edge`, rho ends before it
         self.pos = torch.full((batch_size, self.spare + 1), EMPTY_SLOT, device=device)
         self.stream = (torch.arange(self.spare + 1, device=device) < self.edge).long().unsqueeze(0)
@@ -583,7 +581,7 @@ class Piece:
         cache, model = self.cache, self.cache.model
         if self.is_prefill:
             T, doc_start = self.tokens.shape[1], None if cache.eos_id is None else self.doc_start
-            return _new_mask(model, slots.sees, T, self.tokens.device, doc_start, keys, queries, may_compile=False)
+            return _new_mask(model, slots.sees, T, self.tokens.device, doc_start, keys, queries, compile_for_T=False)
         q = stream_tokens(self.positions, queries, self.doc_start)
         used = slots.used(len(keys), self.end)
         k = Tokens(slots.pos[:, used], slots.stream[:, used])
@@ -695,26 +693,28 @@ def _sums(chunks):
     return {name: sum(at_least_fp32(chunk[name]) for chunk in chunks) for name in chunks[0]}
 
 
-class _ChunkedLoss(torch.autograd.Function):  # gradients are computed in the forward pass, and scaled backward
+class _ChunkedLoss(torch.autograd.Function):  # forward takes the gradients, one chunk of logits at a time
     @staticmethod
     def forward(ctx, fn, n_chunks, n_rows, n_shared, *tensors):
+        def add(a, b):  # gradients; None: fn does not read the parameter
+            return a if b is None else b if a is None else a + b
+
         rows = tensors[:n_rows]
         shared = [x.detach().requires_grad_() for x in tensors[n_rows:n_rows + n_shared]]
         params = [*shared, *tensors[n_rows + n_shared:]]
-        row_grads, param_grads, results = [[] for _ in rows], [None] * len(params), []
+        row_grads, param_grads, results = [], [None] * len(params), []
         for chunk in zip(*(x.tensor_split(n_chunks) for x in rows)):  # equal parts: 1 row left over would recompile
             chunk = [x.detach().requires_grad_(whole.requires_grad) for x, whole in zip(chunk, rows)]
             with torch.enable_grad():
                 result = fn(*chunk, *shared)
-            inputs = [*(x for x in chunk if x.requires_grad), *params]
-            grads = list(torch.autograd.grad(next(iter(result.values())), inputs, allow_unused=True))
-            for kept, x in zip(row_grads, chunk):
-                if x.requires_grad:
-                    grad = grads.pop(0)
-                    kept.append(torch.zeros_like(x) if grad is None else grad)
-            param_grads = [a if b is None else b if a is None else a + b for a, b in zip(param_grads, grads)]
+            inputs = [x for x in chunk if x.requires_grad]
+            grads = torch.autograd.grad(next(iter(result.values())), [*inputs, *params], allow_unused=True)
+            of_rows, of_params = grads[:len(inputs)], grads[len(inputs):]
+            row_grads.append([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, of_rows)])
+            param_grads = [*map(add, param_grads, of_params)]
             results.append({name: x.detach() for name, x in result.items()})
-        ctx.save_for_backward(*(torch.cat(kept) if kept else None for kept in row_grads), *param_grads)
+        row_grads = map(torch.cat, zip(*row_grads))
+        ctx.save_for_backward(*(next(row_grads) if x.requires_grad else None for x in rows), *param_grads)
         sums = _sums(results)
         total, *parts = sums.values()
         ctx.mark_non_differentiable(*parts)

@@ -63,7 +63,7 @@ class Recurrence:
     constants: what all tokens read: parameters, see `Step.parameters`, then the first state
     x: arguments of the step, then, if `resets`, the carry mask
     dtype: of products on a GPU; None: that of the weights
-    full_length: S of the first segment of a scan; set by `scan`
+    full_length: S of the first segment of a scan; set by `begin_scan`
     """
 
     def __init__(self, module, step, x, state, resets, dtype):
@@ -71,6 +71,11 @@ class Recurrence:
         self.sizes = len(self.step.groups), len(self.step.groups), len(self.step.plain)  # of constants
         self.compiled, self.cuda_graphs, self.on_gpu = {}, {}, products.on_gpu(x[0])
         self.fixed = self.loaded = None  # see `at_fixed_addresses`
+
+    def begin_scan(self, named, first, full_length):
+        """Return an id of the scan, and its constants. named: {name: parameter}; first: a state."""
+        self.step.named, self.full_length = named, full_length
+        return object(), [*itertools.chain(*self.step.parameters()), *first]
 
     # ---- one token: tensors are (B, ...) ----
 
@@ -102,12 +107,13 @@ class Recurrence:
         """
         weights, biases, plain, first = split(constants, *self.sizes)
         z, op_results = split(z, len(weights))
-        with torch.enable_grad():
+        with torch.enable_grad():  # of leaves, for autograd
             plain, x, state, z = ([a.detach().requires_grad_() for a in part] for part in (plain, x, state, z))
             after, y, _ = self.run([*weights, *biases, *plain, *first], x, state, [*z, *op_results])
-            pairs = [(a, g) for a, g in zip(after, [grad_state[0] + grad[0], *grad_state[1:]]) if a.requires_grad]
-            found = torch.autograd.grad([a for a, _ in pairs], [*state, *plain, *x, *z], [g for _, g in pairs],
-                                        materialize_grads=True)
+            grads = [grad_state[0] + grad[0], *grad_state[1:]]
+            outputs = [a for a in after if a.requires_grad]
+            output_grads = [g for a, g in zip(after, grads) if a.requires_grad]
+            found = torch.autograd.grad(outputs, [*state, *plain, *x, *z], output_grads, materialize_grads=True)
         grad_state, of_plain, others = split([g.contiguous() for g in found], len(state), len(plain))
         return *grad_state, *(total + g for total, g in zip(totals, of_plain)), *others, *y
 
@@ -142,7 +148,8 @@ class Recurrence:
             found = self.call(self.backward, constants, x_t, states.pop(), z_t, grad_t, grad_state, totals)
             grad_state, totals, others = split(found, len(state), len(totals))
             results.append(others)
-        return grad_state, totals, *split(map(torch.stack, zip(*reversed(results))), len(x), len(self.step.groups))
+        dx, dz, y = split(map(torch.stack, zip(*reversed(results))), len(x), len(self.step.groups))  # (S, B, ...)
+        return grad_state, totals, dx, dz, y
 
     def segment(self, function, scan_id, constants, x, *others):
         """Call forward_segment or backward_segment, on a GPU as a CUDA graph if S = full_length."""
@@ -160,8 +167,8 @@ class Recurrence:
     def at_fixed_addresses(self, constants, scan_id):
         """Return the tensors that CUDA graphs read. They hold a scan's constants, in its dtype."""
         if self.fixed is None:
-            dtypes = [self.dtype] * 2 * len(self.step.groups) + [None] * len(constants)
-            self.fixed = [torch.empty_like(c, dtype=dtype) for c, dtype in zip(constants, dtypes)]
+            n = 2 * len(self.step.groups)  # weights and biases of products
+            self.fixed = [torch.empty_like(c, dtype=self.dtype if i < n else None) for i, c in enumerate(constants)]
         if self.loaded is not scan_id:  # another scan may run between a scan's forward and backward pass
             for own, c in zip(self.fixed, constants):
                 own.copy_(c)
@@ -226,9 +233,9 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
     dtype = torch.get_autocast_dtype(kind) if is_narrow else None
     named = dict(module.named_parameters())  # looked up here, because FSDP exchanges parameters
     arguments = [a[:, 0] for a in x], first
+    shapes = [(name, a.shape, a.dtype) for name, a in [*enumerate(tree_leaves(arguments)), *named.items()]]
     # a new batch size is compiled anew. Old ones are kept, on a GPU with a copy of the parameters
-    key = (step, module.training, carry_mask is None, dtype, x[0].device,
-           *((name, a.shape, a.dtype) for name, a in [*enumerate(tree_leaves(arguments)), *named.items()]))
+    key = step, module.training, carry_mask is None, dtype, x[0].device, *shapes
     recurrences = module.__dict__.setdefault('_recurrences', NotCopied())  # graphs cannot be copied
     with torch.autocast(kind, enabled=False), torch.inference_mode(False), torch.set_grad_enabled(needs_grad):
         if key not in recurrences:  # not in inference mode: training may use what evaluation has made
@@ -237,9 +244,8 @@ def scan(module, step, x, first, carry_mask=None, segment_len=32, bptt_len=None)
             x.append(at_least_fp32(carry_mask))
         starts = sorted({*range(0, T, segment_len), *range(0, T, bptt_len or T)})
         lengths = [b - a for a, b in zip(starts, [*starts[1:], T])]
-        r, scan_id, outs = recurrences[key], object(), []
-        r.step.named, r.full_length = named, lengths[0]
-        constants = [*itertools.chain(*r.step.parameters()), *first]
+        r, outs = recurrences[key], []
+        scan_id, constants = r.begin_scan(named, first, lengths[0])
         for start, *x_part in zip(starts, *(a.transpose(0, 1).contiguous().split(lengths) for a in x)):
             if bptt_len and start % bptt_len == 0:
                 state = [s.detach() for s in state]

@@ -77,13 +77,13 @@ class Step:
     def __init__(self, step, module, arguments):
         self.step, self.named, self.places = step, dict(module.named_parameters()), []
         names, buffers = ({id(a): name for name, a in part} for part in (self.named.items(), module.named_buffers()))
-        products, inputs, plain, groups = [], [], {}, {}
+        products = []  # (name of W, name of b or None, y, y's version) of each
+        plain, groups = {}, {}  # names as keys, in order of use; {node of y: [(name of W, name of b)]}
 
         def record(func, args, kwargs):
             reads = args, kwargs
             if func is F.linear and (pair := self.names_of(*args, **kwargs)):
-                products.append((*pair, args[0]._version))
-                inputs.append(args[0])
+                products.append((*pair, args[0], args[0]._version))
                 reads = args[0]
             for a in map(id, tree_leaves(reads)):
                 if a in buffers:
@@ -95,12 +95,13 @@ class Step:
         def inputs_of_products(*arguments):
             with _Calls(record), torch.no_grad():  # else checkpointing would count what autograd saves here
                 step(*arguments)
-            if any(y._version > version for y, (*_, version) in zip(inputs, products)):
+            if any(y._version > version for *_, y, version in products):
                 raise ValueError("a step must not change a product's input in place: use y = y + z for y += z")
-            return inputs
+            return [y for *_, y, _ in products]
 
+        # make_fx gives equal inputs the same node, so nodes name the groups, in order of first use
         graph = make_fx(inputs_of_products)(*map(torch.clone, arguments)).graph
-        for y, (w, b, _) in zip(graph.output_node().args[0], products):  # equal inputs are one node
+        for y, (w, b, *_) in zip(graph.output_node().args[0], products):
             group = groups.setdefault(y, [])
             start = sum(len(padded(self.named[name])) for name, _ in group)
             self.places.append((list(groups).index(y), slice(start, start + len(self.named[w]))))
@@ -130,7 +131,7 @@ class Step:
 
         def compute(func, args, kwargs):
             if func is F.linear and self.names_of(*args, **kwargs):
-                i, columns = next(places)
+                i, columns = next(places)  # the step must make the same products, in the same order
                 if i == len(zs):  # the first product of a group
                     y, w = plain.get(id(args[0]), args[0]), weights[i]
                     ys.append(y.reshape(-1, y.shape[-1]).to(w.dtype))

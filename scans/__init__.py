@@ -20,8 +20,8 @@ try:
     from triton import jit
     from triton.language import constexpr
 except ImportError:  # no Triton for this platform
-    triton = tl = constexpr = None
-    jit = lambda kernel: kernel
+    triton = tl = None
+    constexpr = jit = lambda x: x
 
 KERNELS_ON_CPU = os.environ.get('TRITON_INTERPRET') == '1'  # Triton's interpreter: slow, for tests
 
@@ -39,24 +39,22 @@ def pinned(model, fast):
     file, cls, name = sys.modules[type(model).__module__], type(model), fast.__name__.rpartition('.')[2]
     if model.config.scan != 'auto':
         return fast if model.config.scan == 'fast' else None
-    if cls is not getattr(file, 'Model', None) or cls.__base__.__module__.partition('.')[0] != 'torch':
-        warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: '
-                  f'scans.{name} does not support subclasses')
-        return None
-    why, hint = 'it does not implement the edit', ''
+    is_subclass = cls is not getattr(file, 'Model', None) or cls.__base__.__module__.partition('.')[0] != 'torch'
+    if is_subclass:
+        return warn_once(f'{cls.__module__}.{cls.__name__} is a subclass, so its equations run step by step: '
+                         f'scans.{name} does not support subclasses')
+    edited = f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step, without scans.{name}'
     try:
         found = digest(*fast.implements(file))
-        if found in fast.PINS:
-            return fast
-        hint = (f'. python -m pytest tests/scans -k {name} compares both forms: if they are equal, add {found!r} to '
-                f'PINS in scans/{name}.py')
     except (AttributeError, OSError) as error:  # renamed or removed, or defined in an interpreter
-        why = str(error)
+        return warn_once(f'{edited} ({error})')
+    if found in fast.PINS:
+        return fast
+    edited += ' (it does not implement the edit)'
     if (Path(getattr(file, '__file__', '')).parent.parent / 'config.json').exists():  # a run's copy, not to be edited
-        hint = ''
-    warn_once(f'{file.__name__.rpartition(".")[2]} was edited, so its equations run step by step, without '
-              f'scans.{name} ({why}){hint}')
-    return None
+        return warn_once(edited)
+    return warn_once(f'{edited}. python -m pytest tests/scans -k {name} compares both forms: if they are equal, add '
+                     f'{found!r} to PINS in scans/{name}.py')
 
 
 @functools.cache
@@ -71,7 +69,7 @@ def _code(x):
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.NL):
             continue
-        if token.type != tokenize.STRING or not starts_statement:
+        if token.type != tokenize.STRING or not starts_statement:  # a string that starts a statement is a docstring
             code += '<' if token.type == tokenize.DEDENT else token.string  # a dedent has no text, an indent has
         starts_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     return code

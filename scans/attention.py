@@ -34,6 +34,7 @@ TILES = {  # (head size, bits): {result: (queries, keys, warps, stages) of a til
     (64, 32): {'out': (32, 32, 8, 2), 'dq': (32, 32, 8, 2), 'dk, dv': (32, 32, 8, 1)},
     (128, 32): {'out': (32, 16, 8, 1), 'dq': (16, 16, 8, 1), 'dk, dv': (16, 16, 8, 1)},
 }
+LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x LOG2_E): kernels have exp2
 
 
 def make_mask(model, T, device, doc_start=None, keys=(0,), queries=None):
@@ -62,7 +63,7 @@ def is_chosen(model, T, doc_start, keys, queries, gpu):
     is_causal = doc_start is None and keys == queries == (0,) and (reaches is None or reaches[0] >= T - 1)
     if triton is None or is_causal or (D, 8 * model.embed.weight.itemsize) not in TILES:  # cuDNN: faster if causal
         return False
-    rows, columns, _, stages = TILES[D, 16]['dq']  # needs most shared memory: q and grad, k and v per stage
+    rows, columns, _, stages = TILES[D, 16]['dq']  # needs most shared memory, even for fp32: q, grad; k, v per stage
     fits = 2 * (rows + stages * columns) * D * 2 <= gpu.shared_memory_per_block_optin
     if fits and reaches is None:
         warn_once(f'the attention of {_name(model)} was edited, so FlexAttention runs it, without scans/attention.py')
@@ -93,7 +94,7 @@ def _sees(q_pos, doc_start, k_pos, strict, reach):
 def _walk(lo, full_lo, full_hi, hi, BLOCK: constexpr):
     """Return lo and counts of tiles over lo..hi: left, full (in full_lo..full_hi), right."""
     left = tl.cdiv(tl.maximum(tl.minimum(full_lo, hi) - lo, 0), BLOCK)
-    full = tl.maximum(full_hi - lo - left * BLOCK, 0) // BLOCK
+    full = tl.maximum(full_hi - lo - left * BLOCK, 0) // BLOCK  # 0 if none is seen by all (full_lo > full_hi)
     right = tl.cdiv(tl.maximum(hi - lo - (left + full) * BLOCK, 0), BLOCK)
     return lo, left, full, right
 
@@ -114,10 +115,7 @@ def _tile_count(walk, FULL: constexpr):
 
 @jit
 def _tile_start(walk, i, FULL: constexpr, BLOCK: constexpr):
-    """Return the first position of a walk's i-th unmasked tile if FULL, else i-th masked tile.
-
-    Masked tiles are numbered left first, then right.
-    """
+    """Return where a walk's i-th tile starts, of the full ones or of the masked, left first."""
     lo, left, full, _ = walk
     return lo + (i + (left if FULL else tl.where(i < left, 0, full))) * BLOCK
 
@@ -179,7 +177,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
                     NK: constexpr, FIRST: constexpr, D: constexpr, BLOCK_Q: constexpr, BLOCK_K: constexpr):
     """Compute out, and lse: the log-sum-exp of each query's scores, in base 2."""
     b, h, q_stream, first, last = _query_tile(T, H, NQ, BLOCK_Q)
-    HK, doc_start, scale = H // GROUP, doc_start + b * T, scale * 1.4426950408889634  # log2(e): softmax in base 2
+    HK, doc_start, scale = H // GROUP, doc_start + b * T, scale * LOG2_E  # softmax in base 2
     q_pos = first + tl.arange(0, BLOCK_Q)
     q_doc_start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
     head = _head(b, q_stream, h, NQ, T, H, D)
@@ -193,7 +191,7 @@ def _forward_kernel(q, k, v, doc_start, out, lse, reach_x, reach_rho, T, H, scal
         strict = tl.where(k_stream > FIRST + q_stream, 1, 0)
         k_head = _head(b, k_stream, h // GROUP, NK, T, HK, D)
         walk = _walk_keys(first, last, doc_start, strict, reach, BLOCK_K)
-        for FULL in tl.static_range(2):
+        for FULL in tl.static_range(2):  # 0: masked tiles, left and right; 1: full tiles
             for i in range(_tile_count(walk, FULL)):
                 k_first = _tile_start(walk, i, FULL, BLOCK_K)
                 k_tile = _load(k + k_head, k_first, T, HK, D, BLOCK_K, FULL)
@@ -223,7 +221,7 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
     out_tile = _load(out + head, first, T, H, D, BLOCK_Q, False)
     grad_tile = _load(grad + head, first, T, H, D, BLOCK_Q, False)
     row = ((b * H + h) * NQ + q_stream) * T
-    q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), False)
+    q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), False)  # inf: p is 0 there
     q_delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
     tl.store(delta + row + q_pos, q_delta, mask=q_pos < T)
 
@@ -239,7 +237,7 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
                 k_tile = _load(k + k_head, k_first, T, HK, D, BLOCK_K, FULL)
                 v_tile = _load(v + k_head, k_first, T, HK, D, BLOCK_K, FULL)
                 s = _scores(q_tile, k_tile, q_pos, q_doc_start, k_first, strict, reach, BLOCK_K, FULL)
-                p = tl.exp2(s * (scale * 1.4426950408889634) - q_lse[:, None])
+                p = tl.exp2(s * (scale * LOG2_E) - q_lse[:, None])
                 dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision='ieee')
                 ds = p * (dp - q_delta[:, None])
                 acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision='ieee')
@@ -250,15 +248,12 @@ def _query_gradient_kernel(q, k, v, doc_start, out, lse, grad, delta, dq, reach_
 def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, reach_x, reach_rho, T, H, scale,
                          GROUP: constexpr, NQ: constexpr, NK: constexpr, FIRST: constexpr, D: constexpr,
                          BLOCK_Q: constexpr, BLOCK_K: constexpr):
-    """Compute dk and dv of a tile of keys, summed over its query heads and query streams.
-
-    doc_end[b, t]: the first position whose document starts after t.
-    """
+    """Compute dk and dv of a tile of keys, summed over its query heads and query streams."""
     HK = H // GROUP
     b, h = (tl.program_id(1) // HK).to(tl.int64), tl.program_id(1) % HK
     k_stream, first = tl.program_id(0) % NK, tl.program_id(0) // NK * BLOCK_K
     last = tl.minimum(first + BLOCK_K, T) - 1
-    doc_start, doc_end = doc_start + b * T, doc_end + b * T
+    doc_start, doc_end = doc_start + b * T, doc_end + b * T  # doc_end: where the next document starts, or T
     reach = tl.where(k_stream == 0, reach_x, reach_rho)
     end_of_first = tl.minimum(tl.load(doc_end + first).to(tl.int32), first + reach + 1)  # queries before it see `first`
     end_of_last = tl.minimum(tl.load(doc_end + last).to(tl.int32), last + reach + 1)
@@ -281,14 +276,14 @@ def _key_gradient_kernel(q, k, v, doc_start, doc_end, lse, grad, delta, dk, dv, 
                     q_pos = q_first + tl.arange(0, BLOCK_Q)
                     q_tile = _load(q + head, q_first, T, H, D, BLOCK_Q, FULL)
                     grad_tile = _load(grad + head, q_first, T, H, D, BLOCK_Q, FULL)
-                    q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), FULL)
+                    q_lse = _load_scalars(lse + row, q_pos, T, float('inf'), FULL)  # inf: p is 0 there
                     q_delta = _load_scalars(delta + row, q_pos, T, 0.0, FULL)
                     s = tl.dot(k_tile, tl.trans(q_tile), input_precision='ieee')  # (keys, queries)
                     if not FULL:
                         q_doc_start = _load_scalars(doc_start, q_pos, T, 0, False).to(tl.int32)
                         seen = _sees(q_pos[None, :], q_doc_start[None, :], k_pos[:, None], strict, reach)
                         s = tl.where(seen, s, float('-inf'))
-                    p = tl.exp2(s * (scale * 1.4426950408889634) - q_lse[None, :])
+                    p = tl.exp2(s * (scale * LOG2_E) - q_lse[None, :])
                     dv_acc = tl.dot(p.to(grad_tile.dtype), grad_tile, dv_acc, input_precision='ieee')
                     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision='ieee')
                     ds = p * (dp - q_delta[None, :])

@@ -57,8 +57,8 @@ def _backward_kernel(grad, grad_read, memory, k, v, beta, decay, q, dm, dk, dv, 
 
     With e = v - m^T k, m' = decay m + beta k e^T and the read r = m'^T q, let gr be the gradient of
     r, and g that of m', including the read's share q gr^T. The gradients are
-        q   m' gr               v      gv = beta g^T k    decay   <g, m>
-        k   beta g e - m gv     beta   k^T g e            m       decay g - k gv^T
+        q   m' gr = decay m gr + beta k (e . gr)   v      gv = beta g^T k   decay   <g, m>
+        k   beta g e - m gv                        beta   k^T g e           m       decay g - k gv^T
     where k and q are the keys. Their gradients then pass through `key_of`.
     """
     head, row = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS)
@@ -144,7 +144,7 @@ class _DeltaRule(torch.autograd.Function):
         return *_backward_op(grad, grad_read, *ctx.saved_tensors), None
 
 
-@wrap_torch_function(lambda memory, *others, **known: (memory,))  # so that products.py sees the call
+@wrap_torch_function(lambda memory, *others, **known: (memory,))  # by its first tensor, products.py sees the call
 def kernels(memory, k, v, beta, decay, q, known=None):
     """Compute `delta_rule`. known: the read; then only the memory is computed."""
     return _DeltaRule.apply(memory, k, v, beta, decay, q, known)

@@ -7,10 +7,10 @@ memory before the chunk. Then M_t is a sum, and a chunk's writes u solve a trian
     M_t = g_t M_0 + sum_{i <= t} g_t / g_i k_i u_i^T
     u_t + b_t sum_{i < t} g_t / g_i (k_t k_i) u_i = b_t v_t - b_t g_t M_0^T k_t
 
-      I + A                   U     =  b V   -   b g K  M_0    so  U = U~ - W M_0
-    [ 1                 ]   [ u_1 ]                          with  U~ = (I + A)^-1 (b V)
-    [ b k_2 k_1 g  1    ]   [ u_2 ]                          and   W  = (I + A)^-1 (b g K)
-    [ ...   ...   ... 1 ]   [ ... ]
+      I + A                               U    =  b V - b g K M_0   so    U  = U~ - W M_0
+    [ 1                             ]  [ u_1 ]                      with  U~ = (I + A)^-1 (b V)
+    [ b_2 (k_2 k_1) g_2/g_1  1      ]  [ u_2 ]                      and   W  = (I + A)^-1 (b g K)
+    [ ...                    ...  1 ]  [ ... ]
 
 This is the WY form (paper, section 3.3). The chunk's output is g Q M_0 + (Q K^T g_t / g_i) U. Only
 M_0 needs a loop over chunks. Across a document start, g_t / g_i is 0.

@@ -47,7 +47,7 @@ def outside_graphs(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-    # own code object: the compiler counts recompilations by it, and after too many skips `call`
+    # else all decorated functions share one limit of recompilations, and are skipped after it
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return call
 

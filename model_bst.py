@@ -129,10 +129,10 @@ def document_ends(start):
 class Model(nn.Module):
     """Two encoders and the text head, with the number of parameters in the NextLat paper.
 
-    It reports 2.57B at the 1.3B shape, so the encoders share no block (else 1.46B). One embedding
-    table, two output matrices of V rows, and a two-layer text head with n_ffn hidden units give
-    2.569B. Inferred: the text head's size and GELU, the learned vectors of the empty prefix and
-    suffix, and how pairs are drawn.
+    The paper reports 2.57B at the 1.3B shape, so the encoders share no block (else 1.46B). One
+    embedding table, two output matrices of V rows, and a two-layer text head with n_ffn hidden
+    units give 2.569B. Inferred: the text head's size and GELU, the learned vectors of the empty
+    prefix and suffix, and how pairs are drawn.
     """
 
     def __init__(self, config):

@@ -281,7 +281,7 @@ class Model(nn.Module):
             stalled = k > 2 and changes[-2] <= changes[-1] < rounding
             if changes[-1] <= self.config.prefill_tol or stalled:
                 break
-            if limit and k > 3 and expected_change(changes, limit) > rounding:  # k = 3: too early to tell
+            if limit and k > 3 and expected_change(changes, limit) > max(rounding, self.config.prefill_tol):
                 return None, k
         return z, k
 

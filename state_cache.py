@@ -5,8 +5,8 @@ import torch
 class StateCache:
     """What a recurrent model keeps of each row's last tokens: states, or the inputs of a layer.
 
-    windows: {name: zeros (B, size, ...)}. The entry of position p is in slot p % size, so a new
-    token replaces the oldest one, and a rollback only lowers `lengths`. With 4 slots:
+    windows: {name: initial entries (B, size, ...)}. The entry of position p is in slot p % size, so
+    a new token replaces the oldest one, and a rollback only lowers `lengths`. With 4 slots:
 
         positions  0 1 2 3 4 5      slots  [4] [5] [2] [3]      6 is next, in place of 2
 
@@ -14,7 +14,7 @@ class StateCache:
     forgotten tokens replaced. A call:
 
         cache.begin(n, lengths)
-            cache.last(name, k)     entries of the k tokens before the call; zeros before position 0
+            cache.last(name, k)     entries of the k tokens before; at first, initial ones
             cache.push(name, x)     store the new tokens' entries
         cache.end(h)                h of each row's last token
 

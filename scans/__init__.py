@@ -1,8 +1,8 @@
 """Optional fast forms of recurrences, and attention kernels. Models train without them.
 
 recurrent.py (with products.py) compiles any model's own step. delta.py, gdn.py and attention.py
-implement code of the models a second time, so they are pinned: they run only while a digest of
-that code is in their PINS.
+implement code of the models a second time, so they are pinned: unless a setting forces them, they
+run only while a digest of that code is in their PINS.
 """
 import functools
 import hashlib

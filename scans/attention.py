@@ -63,7 +63,7 @@ def is_chosen(model, T, doc_start, keys, queries, gpu):
     is_causal = doc_start is None and keys == queries == (0,) and (reaches is None or reaches[0] >= T - 1)
     if triton is None or is_causal or (D, 8 * model.embed.weight.itemsize) not in TILES:  # cuDNN: faster if causal
         return False
-    rows, columns, _, stages = TILES[D, 16]['dq']  # needs most shared memory, even for fp32: q, grad; k, v per stage
+    rows, columns, _, stages = TILES[D, 16]['dq']  # most shared memory, even for fp32: q, grad; k, v per stage
     fits = 2 * (rows + stages * columns) * D * 2 <= gpu.shared_memory_per_block_optin
     if fits and reaches is None:
         warn_once(f'the attention of {_name(model)} was edited, so FlexAttention runs it, without scans/attention.py')
@@ -71,7 +71,7 @@ def is_chosen(model, T, doc_start, keys, queries, gpu):
 
 
 def reaches_of(model):
-    """Return how many past positions a query sees of each stream. None if `sees` was edited."""
+    """Return how many past positions a query sees of each stream. None for anything else."""
     try:
         names = PINS[digest(model.sees.__func__)]
     except Exception:  # `sees` has another text, no source file, or is a list

@@ -13,7 +13,7 @@ memory before the chunk. Then M_t is a sum, and a chunk's writes u solve a trian
     [ ...                    ...  1 ]  [ ... ]
 
 This is the WY form (paper, section 3.3). The chunk's output is g Q M_0 + (Q K^T g_t / g_i) U. Only
-M_0 needs a loop over chunks. Across a document start, g_t / g_i is 0.
+M_0, and so U, needs a loop over chunks. Across a document start, g_t / g_i is 0.
 
 In the code, u is U~, w is W, `written` is U, and C is the length of a chunk (elsewhere the width).
 """

@@ -20,6 +20,7 @@ numbers, and all tensors but parameters, have to be among x. It must not change 
 product in place. A parameter that it reads gets a gradient, if only of zeros.
 
     B  batch size    T  positions    S  tokens of a segment    x, state, z, ...: lists of tensors
+    z  values of products, then results that operators keep (`keeps`, see products.py)
 """
 import functools
 import itertools
@@ -165,7 +166,7 @@ class Recurrence:
             return self.cuda_graphs[key].replay(inputs)
 
     def at_fixed_addresses(self, constants, scan_id):
-        """Return the tensors that CUDA graphs read. They hold a scan's constants, in its dtype."""
+        """Return the tensors that CUDA graphs read. They hold a scan's constants."""
         if self.fixed is None:
             n = 2 * len(self.step.groups)  # weights and biases of products
             self.fixed = [torch.empty_like(c, dtype=self.dtype if i < n else None) for i, c in enumerate(constants)]

@@ -93,7 +93,10 @@ def report_edits(model: str, code: str | None, folder) -> list[str] | None:
         return [] if code else None
     for module, (path, text) in code_of(model).items():
         copy = stored / f'{module}.py'
-        if not copy.is_file() or copy.read_text(encoding='utf-8', errors='replace') != text:
+        if not copy.is_file():
+            edited.append(str(path))
+            warn_once(f'{path} has no copy in {stored}: this run was started without it')
+        elif copy.read_text(encoding='utf-8', errors='replace') != text:
             edited.append(str(path))
             warn_once(f'{path} differs from {copy}, with which this run was started: train.py, sample.py, eval.py and '
                       'lm_architectures.hf.export use that copy with --code=run')

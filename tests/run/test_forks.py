@@ -309,7 +309,7 @@ def test_an_edited_file_is_imported_again_and_what_runs_is_shown(mine):
     assert 'class Model(Standard)' in inspect.getsource(again.Model) and Path(again.__file__).samefile(mine)
 
 
-def test_a_run_has_the_code_that_was_trained_with_what_it_imports(mine, tiny_data, tmp_path, monkeypatch):
+def test_a_run_has_the_code_that_was_trained_with_what_it_imports(mine, tiny_data, tmp_path, monkeypatch, capsys):
     """Not that of an edit before the first log line. Compiled files are ignored."""
     out, helper, step = tmp_path / 'run', mine.with_name('my_layers.py'), train_script.train_step
     mine.write_text('from my_layers import power\n' + MINE)
@@ -325,6 +325,10 @@ def test_a_run_has_the_code_that_was_trained_with_what_it_imports(mine, tiny_dat
         'model_mine.py': mine.read_text().replace('from m', 'from .m')}
     sampled = run('sample.py', out, 'ab', '--max_new_tokens=2', f'--model={mine}')
     assert f'{helper} differs from {out}/code/my_layers.py' in succeeded(sampled).stderr
+    (new := mine.with_name('my_norms.py')).write_text('')
+    helper.write_text('import my_norms\npower = 1')
+    assert folders.report_edits('mine', None, out) == [str(new), str(helper)]
+    assert f'{new} has no copy in {out}/code: this run was started without it\n' in capsys.readouterr().err
     (tmp_path / 'evil.py').write_text(HOSTILE)
     py_compile.compile(str(tmp_path / 'evil.py'), importlib.util.cache_from_source(str(out / 'code/model_mine.py')),
                        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)

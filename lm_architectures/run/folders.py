@@ -42,7 +42,7 @@ def read_run(folder, code: str | None = None) -> dict:
         raise UserError(f"code is {code!r}: expected 'run' or None")
     path = Path(folder) / 'config.json'
     if not path.is_file():
-        known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/config.json')))
+        known = ', '.join(sorted(str(p.parent) for p in Path('out').glob('*/ckpt')))  # no exports
         quickstart = command('train.py', os.path.relpath(ROOT / 'config/quickstart.py'))
         raise UserError(f'{folder or "an empty name"} is not a run folder (it has no config.json). Runs here: '
                         + (known or f'none; train one with {quickstart}'))

@@ -179,6 +179,15 @@ def test_overwrite_moves_the_run_before_into_the_new_one(tiny_data, tiny_run, tm
     assert [[*losses(folder)] for folder in (disk, disk / 'before_2')] == [[1, 2, 3], [1, 2]]
 
 
+def test_an_export_is_not_listed_as_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('out/run/ckpt').mkdir(parents=True)
+    Path('out/export').mkdir()
+    Path('out/export/config.json').touch()
+    with pytest.raises(UserError, match='Runs here: out/run$'):
+        folders.read_run('out/none')
+
+
 @pytest.mark.slow
 def test_a_kill_while_a_run_is_replaced_leaves_nothing_to_resume(tiny_data, tiny_run, tmp_path, monkeypatch):
     out = shutil.copytree(tiny_run, tmp_path / 'run')
